@@ -1,0 +1,5 @@
+//! Reading `config.json`.
+
+/// Why a configuration was refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {}

@@ -1,0 +1,41 @@
+//! Element types of tensors in memory.
+
+use serde::{Deserialize, Serialize};
+
+/// The type of one element. Sizes are exact: no type here is smaller than a byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    F32,
+    Bf16,
+    /// Token ids, labels, positions.
+    I32,
+    /// Opaque bytes: workspaces, packed 4-bit codes.
+    U8,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            DType::F32 | DType::I32 => 4,
+            DType::Bf16 => 2,
+            DType::U8 => 1,
+        }
+    }
+
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::Bf16 => "bf16",
+            DType::I32 => "i32",
+            DType::U8 => "u8",
+        }
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
