@@ -32,6 +32,16 @@ impl DType {
             DType::U8 => "u8",
         }
     }
+
+    /// The name that PyTorch and `config.json` use.
+    pub const fn torch_name(self) -> &'static str {
+        match self {
+            DType::F32 => "float32",
+            DType::Bf16 => "bfloat16",
+            DType::I32 => "int32",
+            DType::U8 => "uint8",
+        }
+    }
 }
 
 impl std::fmt::Display for DType {
