@@ -1,0 +1,55 @@
+//! What a device must be able to do: hold one slab and run programs in it.
+
+use plimsoll_program::Program;
+
+use crate::Layout;
+
+/// A device with its memory reserved.
+///
+/// The slab is reserved once, at exactly the planned size, and nothing is
+/// allocated while a program runs.
+pub trait Device {
+    /// Bytes of the slab.
+    fn slab_bytes(&self) -> u64;
+
+    /// Fills `len` bytes at `offset` of the slab. `fill` is given memory of
+    /// that length to write to; on the CPU that is the slab itself.
+    ///
+    /// # Errors
+    /// The device's own; or whatever `fill` reports, passed through.
+    fn upload(
+        &mut self,
+        offset: u64,
+        len: usize,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError>;
+
+    /// Hands `len` bytes at `offset` of the slab to `read`.
+    ///
+    /// # Errors
+    /// As for [`Device::upload`].
+    fn download(
+        &mut self,
+        offset: u64,
+        len: usize,
+        read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError>;
+
+    /// Runs one section of a program once.
+    ///
+    /// # Errors
+    /// The device's own.
+    fn run(&mut self, program: &Program, layout: &Layout, section: usize)
+    -> Result<(), DeviceError>;
+}
+
+/// Why a device could not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    #[error(
+        "the system refused {bytes} bytes for the slab ({cause}): lower --batch or --seq, or free memory"
+    )]
+    Reserve { bytes: u64, cause: std::io::Error },
+    #[error("{0}")]
+    Source(#[source] Box<dyn std::error::Error + Send + Sync>),
+}

@@ -1,0 +1,140 @@
+//! The ledger: where the bytes are, and what a plan prints.
+
+use std::collections::BTreeMap;
+
+use plimsoll_arch::Architecture;
+use plimsoll_program::{Class, Home, Method, Program, Recipe};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use crate::{DeviceProfile, Layout, schedule};
+
+/// A tensor that is alive at the peak.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Live {
+    pub name: String,
+    pub class: Class,
+    pub bytes: u64,
+}
+
+/// The answer of `plimsoll plan`, as its JSON prints it. Bytes and seconds.
+#[derive(Clone, Debug, Serialize)]
+pub struct PlanReport {
+    pub model: String,
+    pub parameters: u64,
+    pub trainable_parameters: u64,
+    /// Device slab: what is asked of the driver.
+    pub peak_bytes: u64,
+    /// The most bytes alive at once.
+    pub lower_bound_bytes: u64,
+    /// Driver memory outside the slab: context, modules, libraries.
+    pub overhead_bytes: u64,
+    pub host_bytes: u64,
+    /// Bytes by class at the peak.
+    pub by_class: Map<String, Value>,
+    /// The op at which the most bytes are alive.
+    pub peak_at: String,
+    /// Whether slab and overhead fit in the memory that was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fits: Option<bool>,
+    /// Memory left; negative when it does not fit.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub free_bytes: Option<i64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    pub step_seconds: f64,
+    pub tokens_per_second: f64,
+    pub flops_per_step: f64,
+    pub bottleneck: &'static str,
+    /// The device that the seconds are for.
+    pub device: String,
+    pub fragmentation: f64,
+    pub tensors: usize,
+    pub ops: usize,
+    /// The largest tensors alive at the peak, largest first.
+    pub largest: Vec<Live>,
+    pub recipe: Value,
+}
+
+/// Bytes of every class alive at each op of the device; the data of a timeline.
+pub fn live_bytes(program: &Program, layout: &Layout) -> Vec<[u64; Class::ALL.len()]> {
+    let mut change = vec![[0i64; Class::ALL.len()]; program.ops.len() + 1];
+    for (tensor, life) in program.tensors.iter().zip(&layout.lifetimes) {
+        if let (Some(life), Home::Device) = (life, tensor.home) {
+            let class = class_index(tensor.class);
+            change[life.first][class] += tensor.bytes() as i64;
+            change[life.last + 1][class] -= tensor.bytes() as i64;
+        }
+    }
+    let mut now = [0i64; Class::ALL.len()];
+    change[..program.ops.len()]
+        .iter()
+        .map(|delta| {
+            for (n, d) in now.iter_mut().zip(delta) {
+                *n += d;
+            }
+            now.map(|n| n as u64)
+        })
+        .collect()
+}
+
+fn class_index(class: Class) -> usize {
+    Class::ALL.iter().position(|c| *c == class).expect("ALL has every class")
+}
+
+/// Puts a plan into words and numbers.
+pub fn plan_report(
+    arch: &Architecture,
+    recipe: &Recipe,
+    program: &Program,
+    layout: &Layout,
+    device: &DeviceProfile,
+    memory_bytes: Option<u64>,
+) -> PlanReport {
+    let schedule = schedule(program, recipe.precision, device);
+    let mut by_class: BTreeMap<Class, u64> = BTreeMap::new();
+    let mut largest: Vec<Live> = Vec::new();
+    for (tensor, life) in program.tensors.iter().zip(&layout.lifetimes) {
+        let alive = life.is_some_and(|l| (l.first..=l.last).contains(&layout.peak_op));
+        if (alive || tensor.resident) && tensor.home == Home::Device {
+            *by_class.entry(tensor.class).or_default() += tensor.bytes();
+            let (name, class, bytes) = (tensor.name.clone(), tensor.class, tensor.bytes());
+            largest.push(Live { name, class, bytes });
+        }
+    }
+    largest.sort_by_key(|l| std::cmp::Reverse(l.bytes));
+    largest.truncate(12);
+    let tokens = (recipe.batch * recipe.accumulate) as f64
+        * if recipe.method == Method::Infer { 1.0 } else { recipe.seq as f64 };
+    let parameters = arch.parameters() as u64;
+    let needed = layout.slab_bytes + device.overhead_bytes;
+    PlanReport {
+        model: arch.name.clone(),
+        parameters,
+        trainable_parameters: if recipe.method == Method::Full { parameters } else { 0 },
+        peak_bytes: layout.slab_bytes,
+        lower_bound_bytes: layout.lower_bound,
+        overhead_bytes: device.overhead_bytes,
+        host_bytes: layout.host_bytes,
+        by_class: by_class.into_iter().map(|(c, b)| (c.name().to_owned(), b.into())).collect(),
+        peak_at: if program.ops.is_empty() {
+            String::new()
+        } else {
+            program.op_name(layout.peak_op)
+        },
+        fits: memory_bytes.map(|m| needed <= m),
+        free_bytes: memory_bytes.map(|m| m as i64 - needed as i64),
+        memory_bytes,
+        step_seconds: schedule.step_seconds,
+        tokens_per_second: tokens / schedule.step_seconds,
+        flops_per_step: program.flops(),
+        bottleneck: schedule.bottleneck,
+        device: device.name.clone(),
+        fragmentation: layout.fragmentation(),
+        tensors: program.tensors.len(),
+        ops: program.ops.len(),
+        largest,
+        recipe: serde_json::to_value(recipe).unwrap_or(Value::Null),
+    }
+}
+

@@ -1,0 +1,335 @@
+//! The pen that programs are written with: it makes tensors and appends ops.
+
+use plimsoll_arch::{Architecture, DType};
+
+use crate::{
+    AttentionShape, Class, Home, Op, OpKind, Optimizer, Phase, Program, Recipe, Section,
+    StepScalars, Target, Tensor, TensorId, View, weight_parts,
+};
+
+/// A trainable tensor and what belongs to it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Param {
+    pub value: TensorId,
+    /// Position among all parameters.
+    pub index: usize,
+}
+
+/// The parameters of one block.
+pub(super) struct Layer {
+    pub index: usize,
+    pub input_norm: Param,        // (C)
+    pub qkv: Param,               // ((H + 2K) D, C)
+    pub qkv_bias: Option<Param>,  // ((H + 2K) D)
+    pub q_norm: Option<Param>,    // (D)
+    pub k_norm: Option<Param>,    // (D)
+    pub o: Param,                 // (C, H D)
+    pub post_norm: Param,         // (C)
+    pub gate_up: Param,           // (2 I, C)
+    pub down: Param,              // (C, I)
+}
+
+/// The parameters of a model.
+pub(super) struct Model {
+    pub embed_tokens: Param, // (V, C)
+    pub layers: Vec<Layer>,
+    pub norm: Param, // (C)
+    pub lm_head: Param, // (V, C); `embed_tokens` again when tied
+}
+
+/// Input tensors of a step.
+#[derive(Clone, Copy)]
+pub(super) struct Inputs {
+    pub ids: TensorId,       // (B, T)
+    pub labels: TensorId,    // (B, T)
+    pub positions: TensorId, // (B, T)
+    pub doc_start: TensorId, // (B, T)
+    pub start: TensorId,     // (B)
+    pub last_rows: TensorId, // (B)
+    pub rope: TensorId,      // (positions, D/2, 2)
+    pub step: TensorId,      // (8)
+}
+
+/// Gradient and optimizer state of one parameter.
+pub(super) struct Training {
+    pub gradient: TensorId,
+    /// Moments of AdamW, or the velocity of gradient descent.
+    pub state: Vec<TensorId>,
+}
+
+pub(super) struct Builder<'a> {
+    pub arch: &'a Architecture,
+    pub recipe: &'a Recipe,
+    target: &'a dyn Target,
+    program: Program,
+    pub phase: Phase,
+    /// Gradients are added to, because an earlier micro-batch wrote them.
+    pub accumulate: bool,
+    /// T of this program's activations.
+    pub seq: usize,
+    pub inputs: Inputs,
+    /// Gradient and optimizer state by parameter; empty for a frozen model.
+    pub training: Vec<Training>,
+    params: usize,
+    pub loss: TensorId,      // (1)
+    pub grad_norm: TensorId, // (2)
+}
+
+impl<'a> Builder<'a> {
+    pub fn new(arch: &'a Architecture, recipe: &'a Recipe, target: &'a dyn Target) -> Self {
+        Builder::with_seq(arch, recipe, recipe.seq, target)
+    }
+
+    pub fn for_inference(
+        arch: &'a Architecture,
+        recipe: &'a Recipe,
+        tokens: usize,
+        target: &'a dyn Target,
+    ) -> Self {
+        Builder::with_seq(arch, recipe, tokens, target)
+    }
+
+    fn with_seq(
+        arch: &'a Architecture,
+        recipe: &'a Recipe,
+        seq: usize,
+        target: &'a dyn Target,
+    ) -> Self {
+        let mut program = Program::default();
+        let mut resident = |name: &str, shape: &[usize], dtype: DType| {
+            program.tensors.push(Tensor {
+                name: name.to_owned(),
+                shape: shape.to_vec(),
+                dtype,
+                class: Class::Input,
+                home: Home::Device,
+                resident: true,
+            });
+            TensorId::new(program.tensors.len() - 1)
+        };
+        let batch = recipe.batch;
+        let inputs = Inputs {
+            ids: resident("ids", &[batch, seq], DType::I32),
+            labels: resident("labels", &[batch, seq], DType::I32),
+            positions: resident("positions", &[batch, seq], DType::I32),
+            doc_start: resident("doc_start", &[batch, seq], DType::I32),
+            start: resident("start", &[batch], DType::I32),
+            last_rows: resident("last_rows", &[batch], DType::I32),
+            rope: resident("rope", &[recipe.seq, arch.head_dim / 2, 2], DType::F32),
+            step: resident("step", &[StepScalars::WORDS], DType::F32),
+        };
+        let loss = resident("loss", &[1], DType::F32);
+        let grad_norm = resident("grad_norm", &[2], DType::F32);
+        Builder {
+            arch,
+            recipe,
+            target,
+            program,
+            phase: Phase::Forward,
+            accumulate: false,
+            seq,
+            inputs,
+            training: Vec::new(),
+            params: 0,
+            loss,
+            grad_norm,
+        }
+    }
+
+    /// Rows of every activation: B T.
+    pub fn rows(&self) -> usize {
+        self.recipe.batch * self.seq
+    }
+
+    pub fn attention_shape(&self, layer: usize) -> AttentionShape {
+        AttentionShape {
+            batch: self.recipe.batch,
+            seq: self.seq,
+            heads: self.arch.num_attention_heads,
+            kv_heads: self.arch.num_key_value_heads,
+            head_dim: self.arch.head_dim,
+            window: self.arch.window(layer),
+        }
+    }
+
+    fn tensor(&mut self, name: String, shape: &[usize], dtype: DType, class: Class) -> TensorId {
+        self.program.tensors.push(Tensor {
+            name,
+            shape: shape.to_vec(),
+            dtype,
+            class,
+            home: Home::Device,
+            resident: false,
+        });
+        TensorId::new(self.program.tensors.len() - 1)
+    }
+
+    /// An activation (B, T, cols) in the precision of the recipe.
+    pub fn activation(&mut self, name: String, cols: usize) -> TensorId {
+        let shape = [self.recipe.batch, self.seq, cols];
+        self.tensor(name, &shape, self.recipe.precision, Class::Activation)
+    }
+
+    /// A statistic (B, T, cols) in float32.
+    pub fn statistic(&mut self, name: String, cols: usize) -> TensorId {
+        let shape = [self.recipe.batch, self.seq, cols];
+        self.tensor(name, &shape, DType::F32, Class::Activation)
+    }
+
+    /// A matrix (rows, cols) that lives as long as it is used.
+    pub fn matrix(&mut self, name: String, rows: usize, cols: usize, dtype: DType) -> TensorId {
+        self.tensor(name, &[rows, cols], dtype, Class::Activation)
+    }
+
+    /// A tensor that keeps its bytes from step to step.
+    pub fn resident(
+        &mut self,
+        name: String,
+        shape: &[usize],
+        dtype: DType,
+        class: Class,
+    ) -> TensorId {
+        let id = self.tensor(name, shape, dtype, class);
+        self.program.tensors[id.index()].resident = true;
+        id
+    }
+
+    /// A whole tensor as a matrix.
+    pub fn view(&self, tensor: TensorId) -> View {
+        let t = self.program.tensor(tensor);
+        let (rows, cols) = (t.rows(), t.cols());
+        View { tensor, row: 0, col: 0, rows, cols, stride: cols }
+    }
+
+    pub fn shape(&self, tensor: TensorId) -> Vec<usize> {
+        self.program.tensor(tensor).shape.clone()
+    }
+
+    pub fn name(&self, tensor: TensorId) -> &str {
+        &self.program.tensor(tensor).name
+    }
+
+    /// Appends an op, with the scratch memory that the target wants for it.
+    pub fn op(&mut self, kind: OpKind) {
+        let bytes = self.target.workspace_bytes(&kind, &self.program);
+        let workspace = (bytes > 0).then(|| {
+            let name = format!("workspace.{}", kind.name());
+            self.tensor(name, &[bytes as usize], DType::U8, Class::Workspace)
+        });
+        self.program.ops.push(Op { kind, phase: self.phase, workspace });
+        if let Some(section) = self.program.sections.last_mut() {
+            section.ops.end = self.program.ops.len();
+        }
+    }
+
+    pub fn begin_section(&mut self, name: &'static str, repeat: usize) {
+        let at = self.program.ops.len();
+        self.program.sections.push(Section { name, ops: at..at, repeat });
+    }
+
+    pub fn finish(self) -> Program {
+        self.program
+    }
+
+    /// The parameters, with a gradient and optimizer state for each.
+    pub fn model(&mut self) -> Model {
+        let model = self.model_frozen();
+        let mut params: Vec<Param> = Vec::with_capacity(self.params);
+        model.for_each(|p| params.push(p));
+        for param in params {
+            let shape = self.shape(param.value);
+            let name = self.name(param.value).to_owned();
+            let gradient = self.tensor(
+                format!("d_{name}"),
+                &shape,
+                self.recipe.precision,
+                Class::Gradient,
+            );
+            let (names, dtype): (&[&str], DType) = match &self.recipe.optimizer {
+                Optimizer::AdamW(o) => (&["m", "v"], o.state),
+                Optimizer::Sgd(o) if o.momentum != 0.0 => (&["velocity"], o.state),
+                Optimizer::Sgd(o) => (&[], o.state),
+            };
+            let state = names
+                .iter()
+                .map(|s| self.resident(format!("{s}.{name}"), &shape, dtype, Class::OptimizerState))
+                .collect();
+            self.training.push(Training { gradient, state });
+        }
+        model
+    }
+
+    /// The parameters alone.
+    pub fn model_frozen(&mut self) -> Model {
+        let arch = self.arch;
+        let embed_tokens = self.param("embed_tokens".into());
+        let layers = (0..arch.num_hidden_layers)
+            .map(|index| {
+                let name = |s: &str| format!("layers.{index}.{s}");
+                Layer {
+                    index,
+                    input_norm: self.param(name("input_norm")),
+                    qkv: self.param(name("attn.qkv")),
+                    qkv_bias: arch.attention_bias.then(|| self.param(name("attn.qkv_bias"))),
+                    q_norm: arch.qk_norm.then(|| self.param(name("attn.q_norm"))),
+                    k_norm: arch.qk_norm.then(|| self.param(name("attn.k_norm"))),
+                    o: self.param(name("attn.o")),
+                    post_norm: self.param(name("post_norm")),
+                    gate_up: self.param(name("mlp.gate_up")),
+                    down: self.param(name("mlp.down")),
+                }
+            })
+            .collect();
+        let norm = self.param("norm".into());
+        let lm_head =
+            if arch.tie_word_embeddings { embed_tokens } else { self.param("lm_head".into()) };
+        Model { embed_tokens, layers, norm, lm_head }
+    }
+
+    fn param(&mut self, name: String) -> Param {
+        let shape = param_shape(self.arch, &name);
+        let value = self.resident(name, &shape, self.recipe.precision, Class::Weight);
+        self.params += 1;
+        Param { value, index: self.params - 1 }
+    }
+}
+
+/// Shape of a parameter of the program: the parts of a checkpoint that fill it,
+/// laid one below the other.
+fn param_shape(arch: &Architecture, name: &str) -> Vec<usize> {
+    // Layers are alike: look at the first.
+    let suffix = name.strip_prefix("layers.").and_then(|s| s.split_once('.'));
+    let first = suffix.map_or(name.to_owned(), |(_, rest)| format!("layers.0.{rest}"));
+    let one_layer = Architecture { num_hidden_layers: 1, ..arch.clone() };
+    let mut shape: Vec<usize> = Vec::new();
+    for part in weight_parts(&one_layer).into_iter().filter(|p| p.tensor == first) {
+        if shape.is_empty() {
+            shape = part.shape;
+        } else {
+            shape[0] += part.shape[0];
+        }
+    }
+    shape
+}
+
+impl Model {
+    /// Every parameter once, in the order of the forward pass.
+    pub fn for_each(&self, mut f: impl FnMut(Param)) {
+        f(self.embed_tokens);
+        for l in &self.layers {
+            f(l.input_norm);
+            f(l.qkv);
+            l.qkv_bias.map(&mut f);
+            l.q_norm.map(&mut f);
+            l.k_norm.map(&mut f);
+            f(l.o);
+            f(l.post_norm);
+            f(l.gate_up);
+            f(l.down);
+        }
+        f(self.norm);
+        if self.lm_head.value != self.embed_tokens.value {
+            f(self.lm_head);
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! A step, from top to bottom.
+//!
+//! [`train`] is one optimizer step, [`evaluate`] the loss of one batch,
+//! [`logits`] all logits of one batch, [`infer`] some new tokens against a KV
+//! cache. All of them are written with the same blocks.
+
+mod block;
+mod builder;
+mod head;
+mod optimizer;
+
+use plimsoll_arch::Architecture;
+
+use crate::{Phase, Program, Recipe, RecipeError, Target, TensorId};
+use block::{backward_block, forward_block, infer_block};
+use builder::{Builder, Model};
+
+/// Names of the sections of a training step.
+pub const FIRST_MICRO_BATCH: &str = "first micro-batch";
+pub const OTHER_MICRO_BATCHES: &str = "other micro-batches";
+pub const UPDATE: &str = "update";
+
+/// One optimizer step.
+///
+/// The device is given `ids`, `labels`, `positions` and `doc_start` (B, T)
+/// before every micro-batch and `step` before the first one; it leaves `loss`
+/// and, with clipping, `grad_norm`.
+///
+/// # Errors
+/// The recipe asks for something impossible; see [`Recipe::check`].
+pub fn train(
+    arch: &Architecture,
+    recipe: &Recipe,
+    target: &dyn Target,
+) -> Result<Program, RecipeError> {
+    recipe.check(arch)?;
+    let mut b = Builder::new(arch, recipe, target);
+    let model = b.model();
+    b.begin_section(FIRST_MICRO_BATCH, 1);
+    micro_batch(&mut b, &model, false);
+    if recipe.accumulate > 1 {
+        b.begin_section(OTHER_MICRO_BATCHES, recipe.accumulate - 1);
+        micro_batch(&mut b, &model, true);
+    }
+    b.begin_section(UPDATE, 1);
+    if !recipe.optimizer_in_backward {
+        optimizer::update_all(&mut b, &model);
+    }
+    Ok(b.finish())
+}
+
+/// Forward and backward of one micro-batch.
+fn micro_batch(b: &mut Builder, model: &Model, accumulate: bool) {
+    b.accumulate = accumulate;
+    b.phase = Phase::Forward;
+    let mut x = head::embed(b, model); // (B, T, C)
+    let mut kept = Vec::with_capacity(model.layers.len());
+    for layer in &model.layers {
+        let (out, saved) = forward_block(b, layer, x);
+        kept.push(saved);
+        x = out;
+    }
+    let d_x = head::loss_and_gradient(b, model, x); // (B, T, C)
+    b.phase = Phase::Backward;
+    for (layer, saved) in model.layers.iter().zip(kept).rev() {
+        backward_block(b, layer, saved, d_x);
+    }
+    head::embed_backward(b, model, d_x);
+}
+
+/// The loss of one batch: `loss` is the sum over its trained tokens times
+/// `step.loss_scale`.
+///
+/// # Errors
+/// See [`train`].
+pub fn evaluate(
+    arch: &Architecture,
+    recipe: &Recipe,
+    target: &dyn Target,
+) -> Result<Program, RecipeError> {
+    recipe.check(arch)?;
+    let mut b = Builder::new(arch, recipe, target);
+    let model = b.model_frozen();
+    b.begin_section("evaluate", 1);
+    let x = forward(&mut b, &model);
+    head::loss(&mut b, &model, x);
+    Ok(b.finish())
+}
+
+/// All logits (B, T, V) of one batch, in the tensor `logits` (f32).
+///
+/// # Errors
+/// See [`train`].
+pub fn logits(
+    arch: &Architecture,
+    recipe: &Recipe,
+    target: &dyn Target,
+) -> Result<Program, RecipeError> {
+    recipe.check(arch)?;
+    let mut b = Builder::new(arch, recipe, target);
+    let model = b.model_frozen();
+    b.begin_section("logits", 1);
+    let x = forward(&mut b, &model);
+    head::all_logits(&mut b, &model, x);
+    Ok(b.finish())
+}
+
+fn forward(b: &mut Builder, model: &Model) -> TensorId {
+    let mut x = head::embed(b, model); // (B, T, C)
+    for layer in &model.layers {
+        (x, _) = forward_block(b, layer, x);
+    }
+    x
+}
+
+/// `tokens` new tokens of every sequence against a KV cache of `recipe.seq`
+/// positions: prefill with many tokens, decoding with one.
+///
+/// The device is given `ids` and `positions` (B, tokens), `start` (B), the
+/// position of each sequence's first new token, and `last_rows` (B), the rows
+/// of (B, tokens) whose logits are wanted; it leaves `logits` (B, V) f32.
+///
+/// # Errors
+/// See [`train`].
+pub fn infer(
+    arch: &Architecture,
+    recipe: &Recipe,
+    tokens: usize,
+    target: &dyn Target,
+) -> Result<Program, RecipeError> {
+    recipe.check(arch)?;
+    if tokens == 0 || tokens > recipe.seq {
+        return Err(RecipeError::OutOfRange { option: "tokens", value: tokens, max: recipe.seq });
+    }
+    let mut b = Builder::for_inference(arch, recipe, tokens, target);
+    let model = b.model_frozen();
+    b.begin_section("infer", 1);
+    let mut x = head::embed(&mut b, &model); // (B, tokens, C)
+    for layer in &model.layers {
+        x = infer_block(&mut b, layer, x);
+    }
+    head::last_logits(&mut b, &model, x);
+    Ok(b.finish())
+}

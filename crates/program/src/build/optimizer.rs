@@ -1,0 +1,59 @@
+//! Updates of the parameters: all at the end, or each inside backward.
+
+use super::builder::{Builder, Model, Param};
+use crate::{Decay, OpKind, Optimizer, Phase};
+
+/// Clips by the global norm where the recipe says so, then updates everything.
+pub(super) fn update_all(b: &mut Builder, model: &Model) {
+    b.phase = Phase::Optimizer;
+    if b.recipe.max_grad_norm.is_some() {
+        let grads = b.training.iter().map(|t| t.gradient).collect();
+        let (norm, max_norm) = (b.grad_norm, b.recipe.max_grad_norm);
+        b.op(OpKind::GradNorm { grads, norm, max_norm });
+    }
+    model.for_each(|param| update(b, param));
+}
+
+/// Called where the last use of a parameter and of its gradient in backward is
+/// behind: with the optimizer in backward, here is where it runs.
+pub(super) fn gradient_complete(b: &mut Builder, param: Param) {
+    if b.recipe.optimizer_in_backward {
+        let phase = std::mem::replace(&mut b.phase, Phase::Optimizer);
+        update(b, param);
+        b.phase = phase;
+    }
+}
+
+fn update(b: &mut Builder, param: Param) {
+    let decayed = b.recipe.decay == Decay::All || b.shape(param.value).len() > 1;
+    let decay = |weight_decay: f32| if decayed { weight_decay } else { 0.0 };
+    let training = &b.training[param.index];
+    let (param, grad, stream) = (param.value, training.gradient, param.index as u32);
+    let (step, norm) = (b.inputs.step, b.recipe.max_grad_norm.map(|_| b.grad_norm));
+    let kind = match b.recipe.optimizer {
+        Optimizer::AdamW(o) => OpKind::AdamW {
+            param,
+            grad,
+            m: training.state[0],
+            v: training.state[1],
+            step,
+            norm,
+            beta1: o.beta1,
+            beta2: o.beta2,
+            eps: o.eps,
+            weight_decay: decay(o.weight_decay),
+            stream,
+        },
+        Optimizer::Sgd(o) => OpKind::Sgd {
+            param,
+            grad,
+            velocity: training.state.first().copied(),
+            step,
+            norm,
+            momentum: o.momentum,
+            weight_decay: decay(o.weight_decay),
+            stream,
+        },
+    };
+    b.op(kind);
+}

@@ -1,0 +1,101 @@
+//! How much work an op is: floating-point operations, and the fewest bytes
+//! that it must move to and from memory (each operand once).
+
+use crate::op::{Access, Op, OpKind};
+use crate::{Program, TensorId};
+
+/// Work of one op.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Work {
+    /// Floating-point operations; a multiply-add counts two.
+    pub flops: f64,
+    /// Those of `flops` that run on matrix units.
+    pub matmul_flops: f64,
+    /// Bytes read plus bytes written.
+    pub bytes: f64,
+}
+
+impl Program {
+    /// The work of one op of this program.
+    pub fn work(&self, op: &Op) -> Work {
+        let elements = |t: TensorId| self.tensor(t).elements() as f64;
+        let matmul = |flops: f64| (flops, flops);
+        let plain = |flops: f64| (flops, 0.0);
+        let (flops, matmul_flops) = match &op.kind {
+            OpKind::Linear { x, y, .. } => matmul(2.0 * (y.rows * y.cols * x.cols) as f64),
+            OpKind::LinearBackwardInput { d_y, d_x, .. } => {
+                matmul(2.0 * (d_y.rows * d_y.cols * d_x.cols) as f64)
+            }
+            OpKind::LinearBackwardWeight { d_y, x, .. } => {
+                matmul(2.0 * (d_y.rows * d_y.cols * x.cols) as f64)
+            }
+            // Two products over the visible pairs forward, five backward.
+            OpKind::Attention { shape, .. } => {
+                matmul(4.0 * shape.pairs() * (shape.heads * shape.head_dim) as f64)
+            }
+            OpKind::AttentionBackward { shape, .. } => {
+                matmul(10.0 * shape.pairs() * (shape.heads * shape.head_dim) as f64)
+            }
+            OpKind::AttentionCached { shape, capacity, .. } => {
+                let rows = (shape.batch * shape.seq * shape.heads * shape.head_dim) as f64;
+                matmul(4.0 * rows * *capacity as f64)
+            }
+            OpKind::RmsNorm { x, .. } => plain(4.0 * elements(*x)),
+            OpKind::RmsNormBackward { x, .. } => plain(8.0 * elements(*x)),
+            OpKind::HeadNorm { qkv, .. } => plain(4.0 * elements(*qkv)),
+            OpKind::HeadNormBackward { d_qkv, .. } => plain(8.0 * elements(*d_qkv)),
+            OpKind::Rope { qkv, .. } => plain(3.0 * elements(*qkv)),
+            OpKind::SwiGlu { act, .. } => plain(5.0 * elements(*act)),
+            OpKind::SwiGluBackward { d_act, .. } => plain(10.0 * elements(*d_act)),
+            OpKind::CrossEntropy { logits, .. } => plain(5.0 * elements(*logits)),
+            OpKind::BiasBackward { d_y, .. } => plain(elements(*d_y)),
+            OpKind::EmbedBackward { d_x, .. } => plain(elements(*d_x)),
+            OpKind::SumLosses { losses, .. } => plain(elements(*losses)),
+            OpKind::GradNorm { grads, .. } => {
+                plain(grads.iter().map(|g| 2.0 * elements(*g)).sum())
+            }
+            OpKind::AdamW { param, .. } => plain(14.0 * elements(*param)),
+            OpKind::Sgd { param, .. } => plain(4.0 * elements(*param)),
+            OpKind::Embed { .. } | OpKind::GatherRows { .. } => plain(0.0),
+        };
+        Work { flops, matmul_flops, bytes: self.bytes_moved(&op.kind) }
+    }
+
+    fn bytes_moved(&self, kind: &OpKind) -> f64 {
+        let bytes = |t: TensorId| self.tensor(t).bytes() as f64;
+        let view = |v: &crate::View| {
+            (v.elements() * self.tensor(v.tensor).dtype.bytes()) as f64
+        };
+        let sum = |accumulate: bool| if accumulate { 2.0 } else { 1.0 };
+        match kind {
+            OpKind::Linear { x, w, bias, add, y } => {
+                view(x)
+                    + view(w)
+                    + view(y)
+                    + bias.map_or(0.0, bytes)
+                    + add.as_ref().map_or(0.0, view)
+            }
+            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate } => {
+                view(d_y) + view(w) + sum(*accumulate) * view(d_x)
+            }
+            OpKind::LinearBackwardWeight { d_y, x, d_w, accumulate } => {
+                view(d_y) + view(x) + sum(*accumulate) * view(d_w)
+            }
+            // A lookup reads only the rows it wants.
+            OpKind::Embed { ids, out, .. } => bytes(*ids) + 2.0 * bytes(*out),
+            OpKind::EmbedBackward { ids, d_x, d_table, accumulate } => {
+                let rows = if *accumulate { 2.0 * bytes(*d_x) } else { bytes(*d_table) };
+                bytes(*ids) + bytes(*d_x) + rows
+            }
+            OpKind::GatherRows { rows, out, .. } => bytes(*rows) + 2.0 * bytes(*out),
+            OpKind::CrossEntropy { logits, backward, .. } => sum(*backward) * bytes(*logits),
+            _ => {
+                let mut total = 0.0;
+                kind.for_each_operand(|t, access| {
+                    total += bytes(t) * if access == Access::Update { 2.0 } else { 1.0 };
+                });
+                total
+            }
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! Everything that the user chooses about a run.
+
+use std::fmt;
+use std::str::FromStr;
+
+use plimsoll_arch::{Architecture, DType};
+use serde::Serialize;
+
+/// Which parameters are trained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Method {
+    /// All of them.
+    Full,
+    /// None: prefill and decode.
+    Infer,
+}
+
+/// Activations that are not kept from forward to backward, but computed again.
+/// Each level drops what the one before it drops, and more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recompute {
+    /// Keep everything.
+    None,
+    /// Norm outputs and the SwiGLU product: no matrix product is repeated.
+    Norms,
+    /// And the gate and up projections.
+    Mlp,
+    /// Keep only the input of the block.
+    Block,
+}
+
+impl Recompute {
+    pub const ALL: [Recompute; 4] =
+        [Recompute::None, Recompute::Norms, Recompute::Mlp, Recompute::Block];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Recompute::None => "none",
+            Recompute::Norms => "norms",
+            Recompute::Mlp => "mlp",
+            Recompute::Block => "block",
+        }
+    }
+}
+
+/// A recompute level for every layer: one level for all, or levels for ranges.
+///
+/// Written `mlp`, or `block:0-15,norms` (layers 0 to 15 and the rest); an entry
+/// without a range fills every layer that no range names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RecomputePlan {
+    default: Recompute,
+    /// First layer, last layer (inclusive), level; later entries win.
+    ranges: Vec<(usize, usize, Recompute)>,
+}
+
+impl RecomputePlan {
+    pub fn uniform(level: Recompute) -> RecomputePlan {
+        RecomputePlan { default: level, ranges: Vec::new() }
+    }
+
+    /// `level` on the first `layers` layers, `rest` on the others.
+    pub fn first_layers(layers: usize, level: Recompute, rest: Recompute) -> RecomputePlan {
+        let ranges = if layers == 0 { Vec::new() } else { vec![(0, layers - 1, level)] };
+        RecomputePlan { default: rest, ranges }
+    }
+
+    pub fn level(&self, layer: usize) -> Recompute {
+        let range = self.ranges.iter().rev().find(|(a, b, _)| (*a..=*b).contains(&layer));
+        range.map_or(self.default, |(_, _, level)| *level)
+    }
+}
+
+impl fmt::Display for RecomputePlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (first, last, level) in &self.ranges {
+            write!(f, "{}:{first}-{last},", level.name())?;
+        }
+        f.write_str(self.default.name())
+    }
+}
+
+impl Serialize for RecomputePlan {
+    fn serialize<S: serde::Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(self)
+    }
+}
+
+impl FromStr for Recompute {
+    type Err = RecipeError;
+
+    fn from_str(text: &str) -> Result<Recompute, RecipeError> {
+        Recompute::ALL
+            .into_iter()
+            .find(|level| level.name() == text)
+            .ok_or_else(|| RecipeError::Recompute { text: text.to_owned() })
+    }
+}
+
+impl FromStr for RecomputePlan {
+    type Err = RecipeError;
+
+    fn from_str(text: &str) -> Result<RecomputePlan, RecipeError> {
+        let bad = || RecipeError::Recompute { text: text.to_owned() };
+        let mut plan = RecomputePlan::uniform(Recompute::None);
+        for entry in text.split(',') {
+            match entry.split_once(':') {
+                None => plan.default = entry.parse()?,
+                Some((level, range)) => {
+                    let (first, last) = range.split_once('-').unwrap_or((range, range));
+                    let first = first.parse().map_err(|_| bad())?;
+                    let last = last.parse().map_err(|_| bad())?;
+                    if last < first {
+                        return Err(bad());
+                    }
+                    plan.ranges.push((first, last, level.parse()?));
+                }
+            }
+        }
+        Ok(plan)
+    }
+}
+
+/// Which parameters weight decay pulls on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Decay {
+    /// Matrices and embeddings, not norms and biases.
+    Matrices,
+    All,
+}
+
+/// AdamW (Loshchilov and Hutter, arXiv 1711.05101).
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct AdamW {
+    pub beta1: f32,
+    pub beta2: f32,
+    pub eps: f32,
+    pub weight_decay: f32,
+    /// Type of both moments; bf16 moments are rounded stochastically.
+    pub state: DType,
+}
+
+impl Default for AdamW {
+    fn default() -> AdamW {
+        AdamW { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, state: DType::F32 }
+    }
+}
+
+/// Gradient descent.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Sgd {
+    /// 0 keeps no velocity.
+    pub momentum: f32,
+    pub weight_decay: f32,
+    /// Type of the velocity.
+    pub state: DType,
+}
+
+/// How parameters are updated.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(tag = "name", rename_all = "lowercase")]
+pub enum Optimizer {
+    AdamW(AdamW),
+    Sgd(Sgd),
+}
+
+/// Everything that the user chooses.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Recipe {
+    pub method: Method,
+    /// Type of weights, gradients and activations.
+    pub precision: DType,
+    /// B: sequences in a micro-batch.
+    pub batch: usize,
+    /// T: tokens in a sequence; for inference, positions of the KV cache.
+    pub seq: usize,
+    /// Micro-batches in an optimizer step.
+    pub accumulate: usize,
+    pub optimizer: Optimizer,
+    pub decay: Decay,
+    /// Global-norm clipping; none computes no norm at all.
+    pub max_grad_norm: Option<f32>,
+    pub recompute: RecomputePlan,
+    /// Update each parameter as soon as its gradient is complete, so that no
+    /// gradient outlives its layer. Forbids accumulation and clipping.
+    pub optimizer_in_backward: bool,
+    /// Rows of logits that exist at a time; none lets the builder choose.
+    pub loss_rows: Option<usize>,
+}
+
+impl Recipe {
+    /// A full fine-tune with the defaults of the command line.
+    pub fn full(precision: DType, batch: usize, seq: usize) -> Recipe {
+        Recipe {
+            method: Method::Full,
+            precision,
+            batch,
+            seq,
+            accumulate: 1,
+            optimizer: Optimizer::AdamW(AdamW::default()),
+            decay: Decay::Matrices,
+            max_grad_norm: Some(1.0),
+            recompute: RecomputePlan::uniform(Recompute::None),
+            optimizer_in_backward: false,
+            loss_rows: None,
+        }
+    }
+
+    /// Inference with room for `seq` positions.
+    pub fn infer(precision: DType, batch: usize, seq: usize) -> Recipe {
+        Recipe { method: Method::Infer, ..Recipe::full(precision, batch, seq) }
+    }
+
+    /// Rejects what no program can be built for.
+    pub fn check(&self, arch: &Architecture) -> Result<(), RecipeError> {
+        let positive = [("batch", self.batch), ("seq", self.seq), ("accumulate", self.accumulate)];
+        for (option, value) in positive {
+            if value == 0 || value > MAX_COUNT {
+                return Err(RecipeError::OutOfRange { option, value, max: MAX_COUNT });
+            }
+        }
+        if self.batch.saturating_mul(self.seq) > MAX_TOKENS {
+            return Err(RecipeError::TooManyTokens {
+                tokens: self.batch as u128 * self.seq as u128,
+                max: MAX_TOKENS,
+            });
+        }
+        if self.seq > arch.max_position_embeddings {
+            return Err(RecipeError::SequenceTooLong {
+                seq: self.seq,
+                max: arch.max_position_embeddings,
+                model: arch.name.clone(),
+            });
+        }
+        if !matches!(self.precision, DType::F32 | DType::Bf16) {
+            return Err(RecipeError::Precision { precision: self.precision });
+        }
+        if self.optimizer_in_backward && self.accumulate > 1 {
+            return Err(RecipeError::FusedOptimizer { with: "gradient accumulation" });
+        }
+        if self.optimizer_in_backward && self.max_grad_norm.is_some() {
+            return Err(RecipeError::FusedOptimizer { with: "gradient clipping" });
+        }
+        Ok(())
+    }
+}
+
+/// More than any machine holds, and small enough that no product overflows.
+const MAX_COUNT: usize = 1 << 24;
+const MAX_TOKENS: usize = 1 << 30;
+
+/// Why a recipe was refused.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum RecipeError {
+    #[error("--{option} {value} is out of range: give a number from 1 to {max}")]
+    OutOfRange { option: &'static str, value: usize, max: usize },
+    #[error("batch times sequence is {tokens} tokens, more than {max}: lower one of them")]
+    TooManyTokens { tokens: u128, max: usize },
+    #[error(
+        "--seq {seq} is longer than the {max} positions that {model} was made for: use at most {max}"
+    )]
+    SequenceTooLong { seq: usize, max: usize, model: String },
+    #[error("precision {precision} cannot hold weights: use f32 or bf16")]
+    Precision { precision: DType },
+    #[error(
+        "the optimizer cannot run inside backward together with {with}: every gradient is needed at the end; drop one of the two"
+    )]
+    FusedOptimizer { with: &'static str },
+    #[error(
+        "recompute `{text}` is not understood: use none, norms, mlp or block, or ranges of layers such as block:0-15,norms"
+    )]
+    Recompute { text: String },
+}

@@ -1,0 +1,134 @@
+//! Named tensors, before they have an address.
+
+use plimsoll_arch::DType;
+use serde::Serialize;
+
+/// Index of a tensor in its program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TensorId(u32);
+
+impl TensorId {
+    pub fn new(index: usize) -> TensorId {
+        TensorId(index as u32)
+    }
+
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// What a tensor is for; the lines of the ledger.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Class {
+    Weight,
+    Gradient,
+    OptimizerState,
+    Activation,
+    Workspace,
+    Input,
+    KvCache,
+}
+
+impl Class {
+    pub const ALL: [Class; 7] = [
+        Class::Weight,
+        Class::Gradient,
+        Class::OptimizerState,
+        Class::Activation,
+        Class::Workspace,
+        Class::Input,
+        Class::KvCache,
+    ];
+
+    /// The name in JSON and in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Class::Weight => "weight",
+            Class::Gradient => "gradient",
+            Class::OptimizerState => "optimizer_state",
+            Class::Activation => "activation",
+            Class::Workspace => "workspace",
+            Class::Input => "input",
+            Class::KvCache => "kv_cache",
+        }
+    }
+}
+
+/// Which memory a tensor lives in; one slab each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Home {
+    Device,
+    /// Page-locked memory of the host, reached over the link.
+    Host,
+}
+
+/// A tensor of a program. Row-major and contiguous.
+#[derive(Clone, Debug)]
+pub struct Tensor {
+    /// `layers.3.mlp.gate_up`; a gradient is `d_` before the name it belongs to.
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub dtype: DType,
+    pub class: Class,
+    pub home: Home,
+    /// Keeps its bytes from step to step (weights, optimizer state, inputs).
+    pub resident: bool,
+}
+
+impl Tensor {
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.elements() as u64 * self.dtype.bytes() as u64
+    }
+
+    /// Columns when the tensor is seen as a matrix: its last dimension.
+    pub fn cols(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+
+    /// Rows when the tensor is seen as a matrix: all other dimensions together.
+    pub fn rows(&self) -> usize {
+        self.elements().checked_div(self.cols()).unwrap_or(0)
+    }
+}
+
+/// A rectangle of a tensor seen as a matrix (rows, cols): the operand of a
+/// matrix product. Its rows are `stride` elements apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct View {
+    pub tensor: TensorId,
+    pub row: usize,
+    pub col: usize,
+    pub rows: usize,
+    pub cols: usize,
+    /// Columns of the whole tensor.
+    pub stride: usize,
+}
+
+impl View {
+    pub fn elements(self) -> usize {
+        self.rows * self.cols
+    }
+
+    /// Offset of its first element, in elements.
+    pub fn first(self) -> usize {
+        self.row * self.stride + self.col
+    }
+
+    /// The same columns of `rows` rows starting at `row` of this view.
+    pub fn rows_at(self, row: usize, rows: usize) -> View {
+        assert!(row + rows <= self.rows, "rows {row}+{rows} of a view of {}", self.rows);
+        View { row: self.row + row, rows, ..self }
+    }
+
+    /// The same rows of `cols` columns starting at `col` of this view.
+    pub fn cols_at(self, col: usize, cols: usize) -> View {
+        assert!(col + cols <= self.cols, "columns {col}+{cols} of a view of {}", self.cols);
+        View { col: self.col + col, cols, ..self }
+    }
+}

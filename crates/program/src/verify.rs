@@ -1,0 +1,133 @@
+//! Checks that hold for every program, run on each one that is built in tests
+//! and on each one that a device is given.
+
+use plimsoll_arch::DType;
+
+use crate::{Access, OpKind, Program, TensorId, View};
+
+/// What is wrong with a program; always a fault of a builder, never of a user.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ProgramError {
+    #[error("op {op} ({name}) reads `{tensor}` before anything wrote it")]
+    ReadBeforeWrite { op: usize, name: &'static str, tensor: String },
+    #[error("op {op} ({name}): {what}")]
+    Shape { op: usize, name: &'static str, what: String },
+    #[error("op {op} ({name}) reads and writes `{tensor}`, which it cannot do in place")]
+    InPlace { op: usize, name: &'static str, tensor: String },
+    #[error("sections cover ops {covered}, the program has {ops}")]
+    Sections { covered: usize, ops: usize },
+}
+
+impl Program {
+    /// Every tensor is written before it is read, every product fits, and no
+    /// op overwrites what it still reads.
+    pub fn verify(&self) -> Result<(), ProgramError> {
+        let covered = self.sections.iter().fold(0, |at, s| if s.ops.start == at { s.ops.end } else { 0 });
+        if covered != self.ops.len() {
+            return Err(ProgramError::Sections { covered, ops: self.ops.len() });
+        }
+        let mut written: Vec<bool> = self.tensors.iter().map(|t| t.resident).collect();
+        for (op, entry) in self.ops.iter().enumerate() {
+            let name = entry.kind.name();
+            let label = |t: TensorId| self.tensor(t).name.clone();
+            let mut operands: Vec<(TensorId, Access)> = Vec::new();
+            entry.kind.for_each_operand(|t, access| operands.push((t, access)));
+            for (n, (t, access)) in operands.iter().enumerate() {
+                if *access != Access::Write && !written[t.index()] {
+                    return Err(ProgramError::ReadBeforeWrite { op, name, tensor: label(*t) });
+                }
+                let clash = |(u, other): &(TensorId, Access)| {
+                    u == t && (*access != Access::Read || *other != Access::Read)
+                };
+                if operands[..n].iter().any(clash) {
+                    return Err(ProgramError::InPlace { op, name, tensor: label(*t) });
+                }
+            }
+            for (t, access) in operands {
+                written[t.index()] |= access != Access::Read;
+            }
+            self.check_shapes(&entry.kind)
+                .map_err(|what| ProgramError::Shape { op, name, what })?;
+        }
+        Ok(())
+    }
+
+    fn check_shapes(&self, kind: &OpKind) -> Result<(), String> {
+        let shape = |t: TensorId| &self.tensor(t).shape;
+        let same = |a: TensorId, b: TensorId| {
+            if shape(a) == shape(b) {
+                return Ok(());
+            }
+            let (a, b) = (self.tensor(a), self.tensor(b));
+            Err(format!("`{}` is {:?}, `{}` is {:?}", a.name, a.shape, b.name, b.shape))
+        };
+        let width = |t: TensorId, cols: usize| {
+            let tensor = self.tensor(t);
+            if tensor.cols() == cols {
+                return Ok(());
+            }
+            Err(format!("`{}` is {:?}, expected {cols} columns", tensor.name, tensor.shape))
+        };
+        let inside = |v: &View| {
+            let t = self.tensor(v.tensor);
+            let fits = v.row + v.rows <= t.rows() && v.col + v.cols <= t.cols();
+            if fits && v.stride == t.cols() && matches!(t.dtype, DType::F32 | DType::Bf16) {
+                return Ok(());
+            }
+            Err(format!("{v:?} does not lie in `{}` {:?}", t.name, t.shape))
+        };
+        // (M, N) = (M, K) x (N, K)
+        let product = |y: &View, x: &View, w: &View| {
+            inside(y)?;
+            inside(x)?;
+            inside(w)?;
+            if x.cols == w.cols && y.rows == x.rows && y.cols == w.rows {
+                return Ok(());
+            }
+            let dims = [x.rows, x.cols, w.rows, w.cols, y.rows, y.cols];
+            Err(format!("product of {dims:?} (x rows, cols, w rows, cols, y rows, cols)"))
+        };
+        match kind {
+            OpKind::Linear { x, w, bias, add, y } => {
+                product(y, x, w)?;
+                if let Some(bias) = bias {
+                    width(*bias, y.cols)?;
+                }
+                if let Some(add) = add {
+                    inside(add)?;
+                    if (add.rows, add.cols) != (y.rows, y.cols) {
+                        return Err("`add` has another shape than y".into());
+                    }
+                }
+                Ok(())
+            }
+            OpKind::LinearBackwardInput { d_y, w, d_x, .. } => product(d_y, d_x, w),
+            OpKind::LinearBackwardWeight { d_y, x, d_w, .. } => product(d_y, x, d_w),
+            OpKind::RmsNorm { x, weight, out, .. } => {
+                same(*x, *out)?;
+                width(*weight, self.tensor(*x).cols())
+            }
+            OpKind::RmsNormBackward { d_out, x, d_x, weight, d_weight, .. } => {
+                same(*d_out, *x)?;
+                same(*d_x, *x)?;
+                same(*weight, *d_weight)
+            }
+            OpKind::SwiGlu { gate_up, act } | OpKind::SwiGluBackward { gate_up, d_act: act } => {
+                width(*gate_up, 2 * self.tensor(*act).cols())
+            }
+            OpKind::Attention { qkv, out, shape, .. }
+            | OpKind::AttentionBackward { qkv, out, shape, .. }
+            | OpKind::AttentionCached { qkv, out, shape, .. } => {
+                width(*qkv, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)?;
+                width(*out, shape.heads * shape.head_dim)
+            }
+            OpKind::AdamW { param, grad, m, v, .. } => {
+                same(*param, *grad)?;
+                same(*param, *m)?;
+                same(*param, *v)
+            }
+            OpKind::Sgd { param, grad, .. } => same(*param, *grad),
+            _ => Ok(()),
+        }
+    }
+}
