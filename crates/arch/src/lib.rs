@@ -8,6 +8,7 @@
 mod config;
 mod dtype;
 mod presets;
+mod rope;
 
 pub use config::{ConfigError, MAX_DIMENSION, MAX_LAYERS, MAX_PARAMETERS};
 pub use dtype::DType;

@@ -94,8 +94,7 @@ pub fn gpu(name: &str) -> Option<DeviceProfile> {
         "v10032" => "v100",
         other => other,
     };
-    let Sheet(name, gib, bf16, f32, memory, link) =
-        SHEETS.iter().find(|s| plain(s.0) == alias)?;
+    let Sheet(name, gib, bf16, f32, memory, link) = SHEETS.iter().find(|s| plain(s.0) == alias)?;
     let h200 = *name == "h200";
     Some(DeviceProfile {
         name: (*name).to_owned(),

@@ -39,8 +39,12 @@ pub trait Device {
     ///
     /// # Errors
     /// The device's own.
-    fn run(&mut self, program: &Program, layout: &Layout, section: usize)
-    -> Result<(), DeviceError>;
+    fn run(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        section: usize,
+    ) -> Result<(), DeviceError>;
 }
 
 /// Why a device could not do what it was asked.

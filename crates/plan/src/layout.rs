@@ -6,8 +6,9 @@
 //! orders, meets the lower bound exactly or to a fraction of a percent.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
-use plimsoll_program::{Home, Program, TensorId};
+use plimsoll_program::{Class, Home, Program, TensorId};
 
 use crate::lifetime::{Lifetime, lifetimes};
 
@@ -68,26 +69,26 @@ pub fn lay_out(program: &Program) -> Layout {
 /// # Errors
 /// A resident tensor has different sizes in two programs.
 pub fn lay_out_together(programs: &[&Program]) -> Result<Vec<Layout>, LayoutError> {
-    let mut shared: HashMap<&str, Placement> = HashMap::new();
+    let mut sizes: HashMap<&str, u64> = HashMap::new();
+    for tensor in programs.iter().flat_map(|p| &p.tensors).filter(|t| t.resident) {
+        let size = sizes.entry(&tensor.name).or_insert(tensor.bytes());
+        // Inputs are written before every run: the widest program decides.
+        if tensor.class != Class::Input && *size != tensor.bytes() {
+            return Err(LayoutError::Shared {
+                tensor: tensor.name.clone(),
+                found: tensor.bytes(),
+                expected: *size,
+            });
+        }
+        *size = tensor.bytes().max(*size);
+    }
+    let mut shared: HashMap<&str, u64> = HashMap::new();
     let mut ends = [0u64; 2];
-    for program in programs {
-        for tensor in program.tensors.iter().filter(|t| t.resident) {
-            let bytes = tensor.bytes();
-            match shared.get(tensor.name.as_str()) {
-                Some(p) if p.bytes == bytes => {}
-                Some(p) => {
-                    return Err(LayoutError::Shared {
-                        tensor: tensor.name.clone(),
-                        found: bytes,
-                        expected: p.bytes,
-                    });
-                }
-                None => {
-                    let end = &mut ends[home_index(tensor.home)];
-                    shared.insert(&tensor.name, Placement { offset: *end, bytes });
-                    *end += align(bytes);
-                }
-            }
+    for tensor in programs.iter().flat_map(|p| &p.tensors).filter(|t| t.resident) {
+        if let Entry::Vacant(vacant) = shared.entry(&tensor.name) {
+            let end = &mut ends[home_index(tensor.home)];
+            vacant.insert(*end);
+            *end += align(sizes[tensor.name.as_str()]);
         }
     }
     let mut layouts: Vec<Layout> =
@@ -112,12 +113,15 @@ fn align(bytes: u64) -> u64 {
 }
 
 /// Resident tensors lie where `shared` says, the others above `ends`.
-fn lay_out_above(program: &Program, shared: &HashMap<&str, Placement>, ends: [u64; 2]) -> Layout {
+fn lay_out_above(program: &Program, shared: &HashMap<&str, u64>, ends: [u64; 2]) -> Layout {
     let lives = lifetimes(program);
     let mut placements: Vec<Option<Placement>> = program
         .tensors
         .iter()
-        .map(|t| if t.resident { shared.get(t.name.as_str()).copied() } else { None })
+        .map(|t| {
+            let offset = *shared.get(t.name.as_str()).filter(|_| t.resident)?;
+            Some(Placement { offset, bytes: t.bytes() })
+        })
         .collect();
     let mut sizes = ends;
     for home in [Home::Device, Home::Host] {

@@ -137,4 +137,3 @@ pub fn plan_report(
         recipe: serde_json::to_value(recipe).unwrap_or(Value::Null),
     }
 }
-

@@ -51,9 +51,7 @@ impl Program {
             OpKind::BiasBackward { d_y, .. } => plain(elements(*d_y)),
             OpKind::EmbedBackward { d_x, .. } => plain(elements(*d_x)),
             OpKind::SumLosses { losses, .. } => plain(elements(*losses)),
-            OpKind::GradNorm { grads, .. } => {
-                plain(grads.iter().map(|g| 2.0 * elements(*g)).sum())
-            }
+            OpKind::GradNorm { grads, .. } => plain(grads.iter().map(|g| 2.0 * elements(*g)).sum()),
             OpKind::AdamW { param, .. } => plain(14.0 * elements(*param)),
             OpKind::Sgd { param, .. } => plain(4.0 * elements(*param)),
             OpKind::Embed { .. } | OpKind::GatherRows { .. } => plain(0.0),
@@ -63,9 +61,7 @@ impl Program {
 
     fn bytes_moved(&self, kind: &OpKind) -> f64 {
         let bytes = |t: TensorId| self.tensor(t).bytes() as f64;
-        let view = |v: &crate::View| {
-            (v.elements() * self.tensor(v.tensor).dtype.bytes()) as f64
-        };
+        let view = |v: &crate::View| (v.elements() * self.tensor(v.tensor).dtype.bytes()) as f64;
         let sum = |accumulate: bool| if accumulate { 2.0 } else { 1.0 };
         match kind {
             OpKind::Linear { x, w, bias, add, y } => {

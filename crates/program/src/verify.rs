@@ -22,7 +22,8 @@ impl Program {
     /// Every tensor is written before it is read, every product fits, and no
     /// op overwrites what it still reads.
     pub fn verify(&self) -> Result<(), ProgramError> {
-        let covered = self.sections.iter().fold(0, |at, s| if s.ops.start == at { s.ops.end } else { 0 });
+        let covered =
+            self.sections.iter().fold(0, |at, s| if s.ops.start == at { s.ops.end } else { 0 });
         if covered != self.ops.len() {
             return Err(ProgramError::Sections { covered, ops: self.ops.len() });
         }
@@ -46,19 +47,22 @@ impl Program {
             for (t, access) in operands {
                 written[t.index()] |= access != Access::Read;
             }
-            self.check_shapes(&entry.kind)
-                .map_err(|what| ProgramError::Shape { op, name, what })?;
+            self.check_shapes(&entry.kind).map_err(|what| ProgramError::Shape {
+                op,
+                name,
+                what,
+            })?;
         }
         Ok(())
     }
 
     fn check_shapes(&self, kind: &OpKind) -> Result<(), String> {
-        let shape = |t: TensorId| &self.tensor(t).shape;
+        // The same rows and columns; (B, 1, C) and (B, C) are alike.
         let same = |a: TensorId, b: TensorId| {
-            if shape(a) == shape(b) {
+            let (a, b) = (self.tensor(a), self.tensor(b));
+            if (a.rows(), a.cols()) == (b.rows(), b.cols()) {
                 return Ok(());
             }
-            let (a, b) = (self.tensor(a), self.tensor(b));
             Err(format!("`{}` is {:?}, `{}` is {:?}", a.name, a.shape, b.name, b.shape))
         };
         let width = |t: TensorId, cols: usize| {

@@ -18,22 +18,22 @@ pub(super) struct Param {
 /// The parameters of one block.
 pub(super) struct Layer {
     pub index: usize,
-    pub input_norm: Param,        // (C)
-    pub qkv: Param,               // ((H + 2K) D, C)
-    pub qkv_bias: Option<Param>,  // ((H + 2K) D)
-    pub q_norm: Option<Param>,    // (D)
-    pub k_norm: Option<Param>,    // (D)
-    pub o: Param,                 // (C, H D)
-    pub post_norm: Param,         // (C)
-    pub gate_up: Param,           // (2 I, C)
-    pub down: Param,              // (C, I)
+    pub input_norm: Param,       // (C)
+    pub qkv: Param,              // ((H + 2K) D, C)
+    pub qkv_bias: Option<Param>, // ((H + 2K) D)
+    pub q_norm: Option<Param>,   // (D)
+    pub k_norm: Option<Param>,   // (D)
+    pub o: Param,                // (C, H D)
+    pub post_norm: Param,        // (C)
+    pub gate_up: Param,          // (2 I, C)
+    pub down: Param,             // (C, I)
 }
 
 /// The parameters of a model.
 pub(super) struct Model {
     pub embed_tokens: Param, // (V, C)
     pub layers: Vec<Layer>,
-    pub norm: Param, // (C)
+    pub norm: Param,    // (C)
     pub lm_head: Param, // (V, C); `embed_tokens` again when tied
 }
 
@@ -239,12 +239,8 @@ impl<'a> Builder<'a> {
         for param in params {
             let shape = self.shape(param.value);
             let name = self.name(param.value).to_owned();
-            let gradient = self.tensor(
-                format!("d_{name}"),
-                &shape,
-                self.recipe.precision,
-                Class::Gradient,
-            );
+            let gradient =
+                self.tensor(format!("d_{name}"), &shape, self.recipe.precision, Class::Gradient);
             let (names, dtype): (&[&str], DType) = match &self.recipe.optimizer {
                 Optimizer::AdamW(o) => (&["m", "v"], o.state),
                 Optimizer::Sgd(o) if o.momentum != 0.0 => (&["velocity"], o.state),

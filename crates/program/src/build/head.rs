@@ -107,8 +107,7 @@ pub(super) fn last_logits(b: &mut Builder, model: &Model, x: TensorId) {
 
 fn logits_of(b: &mut Builder, model: &Model, normed: TensorId, rows: usize) {
     let shape = [rows, b.arch.vocab_size];
-    let logits =
-        b.resident("logits".to_owned(), &shape, DType::F32, crate::Class::Activation);
+    let logits = b.resident("logits".to_owned(), &shape, DType::F32, crate::Class::Activation);
     b.op(OpKind::Linear {
         x: b.view(normed),
         w: b.view(model.lm_head.value),
