@@ -20,11 +20,8 @@
 //! let recipe = serde_json::json!({"model": "llama-3-8b", "seq": 2048});
 //! let mut sweep = Sweep::open(Path::new("runs/a"), &recipe, axes)?;
 //! while let Some(point) = sweep.next_point() {
-//!     let launch = Launch {
-//!         program: "trainer".into(),
-//!         args: vec![format!("--batch={}", point["batch"]).into()],
-//!         ..Launch::new(sweep.log_path(&point))
-//!     };
+//!     let mut launch = Launch::new("trainer", sweep.log_path(&point));
+//!     launch.args = vec![format!("--batch={}", point["batch"]).into()];
 //!     let outcome = run_point(&launch, &stop)?;
 //!     sweep.record(outcome.into_point(point))?;
 //! }
@@ -32,6 +29,7 @@
 //! # }
 //! ```
 
+mod family;
 mod machine;
 mod point;
 mod process;
