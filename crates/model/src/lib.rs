@@ -1,1 +1,21 @@
+//! Weights in and out: safetensors and GGUF, under the names that Hugging Face
+//! gives them.
 
+mod checkpoint;
+mod config_files;
+mod error;
+mod finite;
+mod format;
+mod gguf;
+mod gguf_model;
+mod map;
+mod names;
+mod safetensors;
+mod writer;
+
+pub use checkpoint::{Checkpoint, Validation, read_architecture};
+pub use error::{ModelError, TensorProblem};
+pub use finite::{first_non_finite, first_non_finite_bf16};
+pub use gguf::GgufMetadata;
+pub use names::expected_tensors;
+pub use writer::{DEFAULT_SHARD_BYTES, SafetensorsWriter};
