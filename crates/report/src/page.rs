@@ -1,0 +1,69 @@
+//! The self-contained page.
+
+use crate::svg::{STYLE, escape};
+
+const PAGE_STYLE: &str = "\
+body{margin:0 auto;max-width:860px;padding:28px 18px 60px;background:var(--bg);color:var(--fg);\
+font:15px/1.55 system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',sans-serif}\
+h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:34px 0 8px}\
+p.sub,dl,.notes{color:var(--muted)}\
+dl{display:flex;flex-wrap:wrap;gap:2px 18px;font-size:13px;margin:6px 0}dl div{display:flex;gap:6px}dt:after{content:':'}dd{margin:0;color:var(--fg)}\
+ul{padding-left:20px;margin:8px 0}li{margin:3px 0;overflow-wrap:anywhere}\
+figure{margin:18px 0}svg{display:block;width:100%;height:auto}\
+.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}\
+th,td{padding:4px 10px;text-align:right;border-bottom:1px solid var(--grid);vertical-align:top}\
+th{font-weight:600;border-bottom-color:var(--frame);vertical-align:bottom}.word{text-align:left}td.word{max-width:340px;overflow-wrap:anywhere}\
+.notes{font-size:13px}";
+
+pub struct Page<'a> {
+    pub title: &'a str,
+    pub subtitle: &'a str,
+    pub conclusions: &'a [String],
+    /// Drawings as complete SVG.
+    pub charts: Vec<&'a str>,
+    /// Name, recipe and table of each sweep.
+    pub tables: Vec<(&'a str, &'a [(String, String)], String)>,
+    pub notes: &'a [String],
+}
+
+impl Page<'_> {
+    pub fn html(&self) -> String {
+        let mut out = format!(
+            "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+             <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n\
+             <meta name=\"color-scheme\" content=\"light dark\">\n\
+             <title>{title}</title>\n<style>{STYLE}{PAGE_STYLE}</style>\n</head>\n<body>\n\
+             <h1>{title}</h1>\n<p class=\"sub\">{}</p>\n",
+            escape(self.subtitle),
+            title = escape(self.title)
+        );
+        out += &list("Conclusions", "", self.conclusions);
+        // A drawing by itself carries its style; here the page has it.
+        let own_style = format!("<style>{STYLE}</style>\n");
+        for chart in &self.charts {
+            out += &format!("<figure>{}</figure>\n", chart.replace(&own_style, ""));
+        }
+        for (name, settings, table) in &self.tables {
+            out += &format!("<h2>{}</h2>\n", escape(name));
+            if !settings.is_empty() {
+                out += "<dl>";
+                for (setting, value) in *settings {
+                    let (setting, value) = (escape(setting), escape(value));
+                    out += &format!("<div><dt>{setting}</dt><dd>{value}</dd></div>");
+                }
+                out += "</dl>\n";
+            }
+            out += table;
+        }
+        out += &list("Left out", "notes", self.notes);
+        out + "</body>\n</html>\n"
+    }
+}
+
+fn list(title: &str, class: &str, lines: &[String]) -> String {
+    if lines.is_empty() {
+        return String::new();
+    }
+    let items: String = lines.iter().map(|line| format!("<li>{}</li>\n", escape(line))).collect();
+    format!("<h2>{title}</h2>\n<ul class=\"{class}\">\n{items}</ul>\n")
+}
