@@ -9,6 +9,8 @@ const RIGHT: f64 = 26.0;
 pub struct Chart {
     pub title: String,
     pub x_title: String,
+    /// Everything that was varied, so that charts of one page line up.
+    pub xs: Vec<f64>,
     pub panels: Vec<Panel>,
 }
 
@@ -29,6 +31,8 @@ pub struct Line {
     pub colour: usize,
     pub shape: Option<Shape>,
     pub draw: Draw,
+    /// Pixels to the side, where several would cover each other.
+    pub aside: f64,
     pub points: Vec<Mark>,
 }
 
@@ -61,8 +65,6 @@ impl Chart {
         if panels.is_empty() {
             return None;
         }
-        let marks = || panels.iter().flat_map(|p| &p.lines).flat_map(|l| &l.points);
-        let xs: Vec<f64> = marks().map(|mark| mark.x).collect();
 
         let mut svg = Svg::new(WIDTH);
         svg.text(14.0, 24.0, "title", "start", &self.title);
@@ -87,7 +89,7 @@ impl Chart {
             .map(|tick| text_width(&tick.1))
             .fold(20.0, f64::max);
         let left = 34.0 + widest + 8.0;
-        let x = Scale::varied(&xs, left, WIDTH - RIGHT);
+        let x = Scale::varied(&self.xs, left, WIDTH - RIGHT);
 
         for (panel, y) in &placed {
             frame(&mut svg, panel, &x, y);
@@ -97,9 +99,10 @@ impl Chart {
         }
         // Above all drawing, so that every point can be reached.
         for (panel, y) in &placed {
-            for mark in panel.lines.iter().flat_map(|line| &line.points) {
-                if !mark.hint.is_empty() {
-                    svg.hint((x.pixel(mark.x), y.pixel(mark.y)), &mark.hint);
+            for line in &panel.lines {
+                for mark in line.points.iter().filter(|mark| !mark.hint.is_empty()) {
+                    let at = (x.pixel(mark.x) + line.aside, y.pixel(mark.y));
+                    svg.hint(at, &mark.hint);
                 }
             }
         }
@@ -166,7 +169,7 @@ fn frame(svg: &mut Svg, panel: &Panel, x: &Scale, y: &Scale) {
 
 fn draw_line(svg: &mut Svg, line: &Line, x: &Scale, y: &Scale) {
     let at: Vec<(f64, f64)> =
-        line.points.iter().map(|mark| (x.pixel(mark.x), y.pixel(mark.y))).collect();
+        line.points.iter().map(|mark| (x.pixel(mark.x) + line.aside, y.pixel(mark.y))).collect();
     if let Some(dash) = line.draw.dash() {
         svg.path(&at, line.colour, dash);
     }

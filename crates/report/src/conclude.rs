@@ -3,7 +3,7 @@
 use crate::fit::Fit;
 use crate::format::{bytes, digits, percent, seconds};
 use crate::render::Group;
-use crate::series::Row;
+use crate::series::{Row, Status};
 
 /// One or a few sentences for each finding.
 pub fn conclusions(group: &Group, axis: &str) -> Vec<String> {
@@ -30,7 +30,7 @@ fn capacity(group: &Group, axis: &str, out: &mut Vec<String>) {
             let figures: Vec<String> = [
                 row.planned_bytes.map(|b| format!("planned {}", bytes(b))),
                 row.measured_bytes.map(|b| format!("measured {}", bytes(b))),
-                row.difference().map(|d| format!("{} %", percent(d))),
+                row.difference().map(|d| format!("difference {} %", percent(d))),
             ]
             .into_iter()
             .flatten()
@@ -49,10 +49,10 @@ fn capacity(group: &Group, axis: &str, out: &mut Vec<String>) {
     }
     if let Some((x, row)) = no.first() {
         let how = match row.status {
-            crate::series::Status::Refused => "was refused before it ran",
+            Status::Refused => "was refused before it ran",
             _ => "ran out of memory",
         };
-        let mut line = format!("{axis} {} {how}", digits_of(*x));
+        let mut line = format!("{} {} {how}", capital(axis), digits_of(*x));
         if let Some(planned) = row.planned_bytes {
             line += &format!(", planned {}", bytes(planned));
             if let Some(limit) = row.memory_limit_bytes {
@@ -64,14 +64,17 @@ fn capacity(group: &Group, axis: &str, out: &mut Vec<String>) {
         }
         out.push(line + ".");
     }
-    let broken = group
-        .rows
-        .iter()
-        .filter(|(_, row)| row.status != crate::series::Status::Ok && !row.status.does_not_fit());
+    let broken =
+        group.rows.iter().filter(|(_, row)| row.status != Status::Ok && !row.status.does_not_fit());
     for (x, row) in broken.take(3) {
         let why = row.message.as_deref().map(first_line).unwrap_or_default();
         let colon = if why.is_empty() { "" } else { ": " };
-        out.push(format!("{axis} {} ended as {}{colon}{why}.", digits_of(*x), row.status));
+        out.push(format!(
+            "{} {} ended as {}{colon}{why}.",
+            capital(axis),
+            digits_of(*x),
+            row.status
+        ));
     }
 }
 
@@ -112,11 +115,14 @@ fn fits(group: &Group, axis: &str, out: &mut Vec<String>) {
         let ran = group.ran();
         ran.filter_map(|(x, row)| Some((*x, figure(row)?))).collect()
     };
-    let measured = of(|row| row.measured_bytes.or(row.peak_reserved_bytes));
-    let (word, memory) = match measured.is_empty() {
-        true => ("Planned", of(|row| row.planned_bytes)),
-        false => ("Measured", measured),
-    };
+    // The best witness that there is.
+    let kinds = [
+        ("Measured", of(|row| row.measured_bytes)),
+        ("Reserved", of(|row| row.peak_reserved_bytes)),
+        ("Planned", of(|row| row.planned_bytes)),
+    ];
+    let found = kinds.into_iter().find(|(_, memory)| !memory.is_empty());
+    let (word, memory) = found.unwrap_or_default();
     if let Some(fit) = Fit::of(&memory) {
         out.push(format!(
             "{word} memory = {} (R\u{b2} {:.5}, {}).",
@@ -135,7 +141,7 @@ fn fits(group: &Group, axis: &str, out: &mut Vec<String>) {
     }
     if !memory.is_empty() && Fit::of(&memory).is_none() {
         out.push(format!(
-            "{} measured: too few for a line, which takes three different values of {axis}.",
+            "Memory of {}: too few for a line, which takes three different values of {axis}.",
             points(memory.len())
         ));
     }
@@ -156,7 +162,9 @@ fn equation(fit: &Fit, axis: &str, unit: fn(f64) -> String) -> String {
         true => format!("- {}", unit(-value)),
         false => format!("+ {}", unit(value)),
     };
-    let first = signed(fit.intercept);
+    // What is left of a line through zero is rounding.
+    let negligible = fit.intercept.abs() < 1e-6 * fit.slope.abs();
+    let first = signed(if negligible { 0.0 } else { fit.intercept });
     let first = first.strip_prefix("+ ").unwrap_or(&first);
     format!("{first} {} x {axis}", signed(fit.slope))
 }
@@ -166,6 +174,13 @@ fn points(n: usize) -> String {
         1 => "1 point".to_owned(),
         n => format!("{n} points"),
     }
+}
+
+/// For the start of a sentence.
+fn capital(axis: &str) -> String {
+    let mut chars = axis.chars();
+    let first = chars.next().into_iter().flat_map(char::to_uppercase);
+    first.chain(chars.clone()).collect()
 }
 
 /// A varied value as it was written.

@@ -9,7 +9,7 @@ h1{font-size:24px;margin:0 0 4px}h2{font-size:18px;margin:34px 0 8px}\
 p.sub,dl,.notes{color:var(--muted)}\
 dl{display:flex;flex-wrap:wrap;gap:2px 18px;font-size:13px;margin:6px 0}dl div{display:flex;gap:6px}dt:after{content:':'}dd{margin:0;color:var(--fg)}\
 ul{padding-left:20px;margin:8px 0}li{margin:3px 0;overflow-wrap:anywhere}\
-figure{margin:18px 0}svg{display:block;width:100%;height:auto}\
+figure{margin:18px 0;overflow-x:auto}svg{display:block;width:100%;min-width:560px;height:auto}\
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}\
 th,td{padding:4px 10px;text-align:right;border-bottom:1px solid var(--grid);vertical-align:top}\
 th{font-weight:600;border-bottom-color:var(--frame);vertical-align:bottom}.word{text-align:left}td.word{max-width:340px;overflow-wrap:anywhere}\
@@ -21,9 +21,15 @@ pub struct Page<'a> {
     pub conclusions: &'a [String],
     /// Drawings as complete SVG.
     pub charts: Vec<&'a str>,
-    /// Name, recipe and table of each sweep.
-    pub tables: Vec<(&'a str, &'a [(String, String)], String)>,
+    pub tables: Vec<Section<'a>>,
     pub notes: &'a [String],
+}
+
+/// One sweep.
+pub struct Section<'a> {
+    pub name: &'a str,
+    pub settings: &'a [(String, String)],
+    pub table: String,
 }
 
 impl Page<'_> {
@@ -43,17 +49,17 @@ impl Page<'_> {
         for chart in &self.charts {
             out += &format!("<figure>{}</figure>\n", chart.replace(&own_style, ""));
         }
-        for (name, settings, table) in &self.tables {
-            out += &format!("<h2>{}</h2>\n", escape(name));
-            if !settings.is_empty() {
+        for section in &self.tables {
+            out += &format!("<h2>{}</h2>\n", escape(section.name));
+            if !section.settings.is_empty() {
                 out += "<dl>";
-                for (setting, value) in *settings {
+                for (setting, value) in section.settings {
                     let (setting, value) = (escape(setting), escape(value));
                     out += &format!("<div><dt>{setting}</dt><dd>{value}</dd></div>");
                 }
                 out += "</dl>\n";
             }
-            out += table;
+            out += &section.table;
         }
         out += &list("Left out", "notes", self.notes);
         out + "</body>\n</html>\n"

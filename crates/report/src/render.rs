@@ -7,7 +7,7 @@ use crate::chart::{Chart, Draw, Line, Mark, Panel};
 use crate::conclude::{conclusions, digits_of};
 use crate::fit::Fit;
 use crate::format::{byte_unit, bytes, digits, percent, second_unit, seconds};
-use crate::page::Page;
+use crate::page::{Page, Section};
 use crate::series::{Row, Series, Status};
 use crate::svg::Shape;
 use crate::table::table;
@@ -138,6 +138,7 @@ pub fn render(series: &[Series], options: &Options) -> Result<Report, ReportErro
     let count: usize = series.iter().map(|s| s.rows.len()).sum();
     let subtitle = match count {
         0 => String::new(),
+        1 => format!("{}: 1 point", names.join(", ")),
         _ => format!("{}: {count} points", names.join(", ")),
     };
     let tables: Vec<_> = series.iter().map(|s| (s, table(s))).collect();
@@ -156,7 +157,7 @@ pub fn render(series: &[Series], options: &Options) -> Result<Report, ReportErro
         charts: charts.iter().map(|(_, svg)| svg.as_str()).collect(),
         tables: tables
             .iter()
-            .map(|(s, table)| (s.name.as_str(), &s.settings[..], table.html()))
+            .map(|(s, table)| Section { name: &s.name, settings: &s.settings, table: table.html() })
             .collect(),
         notes: &notes,
     };
@@ -269,6 +270,7 @@ fn line(
         colour: if groups > 1 { number } else { quantity },
         shape: Some(look.shape),
         draw: look.draw,
+        aside: 0.0,
         points,
     }
 }
@@ -333,6 +335,7 @@ fn memory_chart(groups: &[Group], axis: &str) -> Chart {
             show,
         );
         difference.label.clear();
+        difference.aside = (i as f64 - (n as f64 - 1.0) / 2.0) * 4.0;
         differences.push(difference);
         for limit in group.rows.iter().filter_map(|(_, row)| row.memory_limit_bytes) {
             if limits.iter().all(|known| known.0 != limit) {
@@ -370,6 +373,7 @@ fn memory_chart(groups: &[Group], axis: &str) -> Chart {
             colour: 0,
             shape: Some(Shape::Cross),
             draw: Draw::Marks,
+            aside: 0.0,
             points,
         });
     }
@@ -377,6 +381,7 @@ fn memory_chart(groups: &[Group], axis: &str) -> Chart {
     Chart {
         title: format!("Memory over {axis}"),
         x_title: axis_title(axis),
+        xs: all_xs(groups),
         panels: vec![
             Panel {
                 y_title: format!("memory ({})", unit.name),
@@ -407,12 +412,14 @@ fn seconds_chart(groups: &[Group], axis: &str) -> Chart {
         let marks = || measured.points.iter().map(|mark| (mark.x, mark.y));
         let fit = Fit::of(&marks().collect::<Vec<_>>());
         longest = marks().map(|mark| mark.1).fold(longest, f64::max);
-        if let Some(fit) = fit {
+        // Of several groups the lines would only crowd the chart.
+        if let Some(fit) = fit.filter(|_| n == 1) {
             lines.push(Line {
-                label: measured.label.replace("measured", "straight line"),
-                colour: if n > 1 { i } else { 6 },
+                label: "straight line".to_owned(),
+                colour: 6,
                 shape: None,
                 draw: Draw::Dotted,
+                aside: 0.0,
                 points: marks()
                     .map(|(x, _)| Mark { x, y: fit.at(x), hint: String::new() })
                     .collect(),
@@ -425,6 +432,7 @@ fn seconds_chart(groups: &[Group], axis: &str) -> Chart {
     Chart {
         title: format!("Time for an iteration over {axis}"),
         x_title: axis_title(axis),
+        xs: all_xs(groups),
         panels: vec![Panel {
             y_title: format!("time for an iteration ({})", unit.name),
             unit: unit.size,
@@ -447,6 +455,7 @@ fn tokens_chart(groups: &[Group], axis: &str) -> Chart {
     Chart {
         title: format!("Tokens a second over {axis}"),
         x_title: axis_title(axis),
+        xs: all_xs(groups),
         panels: vec![Panel {
             y_title: "tokens a second".to_owned(),
             unit: 1.0,
@@ -455,6 +464,11 @@ fn tokens_chart(groups: &[Group], axis: &str) -> Chart {
             limits: Vec::new(),
         }],
     }
+}
+
+fn all_xs(groups: &[Group]) -> Vec<f64> {
+    let rows = groups.iter().flat_map(|group| &group.rows);
+    rows.map(|(x, _)| *x).collect()
 }
 
 /// The axis with its unit, where the field has one.

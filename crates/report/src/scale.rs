@@ -47,7 +47,7 @@ impl Scale {
         // Room left and right, so that no marker sits on the frame.
         let pad = if max > min { (max - min) * 0.04 } else { 1.0 };
         let gap = xs.windows(2).map(|w| w[1] - w[0]).fold(f64::INFINITY, f64::min);
-        let at: Vec<f64> = if xs.len() <= 16 || !gap.is_finite() {
+        let at: Vec<f64> = if xs.len() <= 20 || !gap.is_finite() {
             xs.clone()
         } else {
             let mut step = gap;

@@ -82,7 +82,7 @@ impl Timeline {
         }
 
         // Room above the stack for the mark of the peak.
-        let top = y + 40.0;
+        let top = y + 46.0;
         let bottom = top + HEIGHT;
         let scale = Scale::linear(&[most], unit.size, 5, bottom, top);
         let labels = scale.ticks.iter().map(|tick| text_width(&tick.1));

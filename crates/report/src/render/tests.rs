@@ -54,8 +54,8 @@ fn a_whole_sweep() {
     assert_eq!(names, ["memory", "seconds", "tokens"]);
     let said = report.conclusions.join("\n");
     for part in [
-        "The largest batch that ran is 13 (planned 3.750 GiB, measured 3.750 GiB, 0.00 %).",
-        "batch 14 was refused before it ran, planned 4.000 GiB of 4.000 GiB: needs more than 4 GiB.",
+        "The largest batch that ran is 13 (planned 3.750 GiB, measured 3.750 GiB, difference 0.00 %).",
+        "Batch 14 was refused before it ran, planned 4.000 GiB of 4.000 GiB: needs more than 4 GiB.",
         "differs from the plan by 0.12 % on average over 13 points, at most by +0.20 % (at batch 2)",
         "x batch (R\u{b2} 0.9999",
         "Seconds an iteration = 50.00 ms + 110.0 ms x batch (R\u{b2} 1.00000, 13 points).",
@@ -87,7 +87,9 @@ fn several_series_and_a_second_axis() {
     let by_seq = render(std::slice::from_ref(&grid), &Options::default()).unwrap();
     assert!(by_seq.html.contains("batch 2: measured"));
     let options = Options { axis: Some("batch".to_owned()), ..Options::default() };
-    assert!(render(&[grid.clone()], &options).unwrap().html.contains("seq 256: measured"));
+    assert!(
+        render(std::slice::from_ref(&grid), &options).unwrap().html.contains("seq 256: measured")
+    );
     let options = Options { axis: Some("rank".to_owned()), ..Options::default() };
     let error = render(&[grid], &options).unwrap_err().to_string();
     assert!(error.contains("`rank`") && error.contains("`seq`, `batch`"), "{error}");
@@ -103,7 +105,7 @@ fn poor_input_still_shows_what_it_holds() {
     let only_oom = of(r#"{"point":{"batch":1},"status":"oom","message":"killed <b>"}"#);
     assert!(only_oom.charts.is_empty());
     assert!(only_oom.conclusions[0].contains("No batch ran"));
-    assert!(only_oom.conclusions[1].contains("batch 1 ran out of memory: killed <b>."));
+    assert!(only_oom.conclusions[1].contains("Batch 1 ran out of memory: killed <b>."));
     assert!(only_oom.html.contains("killed &lt;b&gt;"));
 
     let planned_only = of(r#"{"point":{"batch":1},"status":"refused","planned_bytes":5e9}"#);
@@ -131,7 +133,7 @@ fn poor_input_still_shows_what_it_holds() {
     );
     assert_eq!(tiny.charts.len(), 2);
     let failed = of(r#"{"point":{"batch":1},"status":"failed"}"#);
-    assert!(failed.conclusions.iter().any(|c| c == "batch 1 ended as failed."));
+    assert!(failed.conclusions.iter().any(|c| c == "Batch 1 ended as failed."));
 }
 
 #[test]
