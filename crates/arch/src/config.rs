@@ -25,29 +25,13 @@ pub enum ConfigError {
     #[error("{name}: config is not a JSON object: {reason}")]
     Json { name: String, reason: String },
     #[error("{name}: config lacks `{key}`, {allowed}")]
-    Missing {
-        name: String,
-        key: String,
-        allowed: String,
-    },
+    Missing { name: String, key: String, allowed: String },
     #[error("{name}: config has `{key}` = {value}, expected {allowed}")]
-    Value {
-        name: String,
-        key: String,
-        value: String,
-        allowed: String,
-    },
+    Value { name: String, key: String, value: String, allowed: String },
     #[error("{name}: architecture `{architecture}` is not supported; supported: {supported}")]
-    Architecture {
-        name: String,
-        architecture: String,
-        supported: String,
-    },
+    Architecture { name: String, architecture: String, supported: String },
     #[error("`{name}` is not a preset; the closest are {}", closest.join(", "))]
-    UnknownPreset {
-        name: String,
-        closest: Vec<&'static str>,
-    },
+    UnknownPreset { name: String, closest: Vec<&'static str> },
 }
 
 impl Family {
@@ -93,21 +77,12 @@ impl<'a> Keys<'a> {
     fn wrong(&self, key: &str, value: impl ToString, allowed: &str) -> ConfigError {
         let value = shorten(value.to_string());
         let key = format!("{}{key}", self.within);
-        ConfigError::Value {
-            name: self.name.to_string(),
-            key,
-            value,
-            allowed: allowed.to_string(),
-        }
+        ConfigError::Value { name: self.name.to_string(), key, value, allowed: allowed.to_string() }
     }
 
     fn missing(&self, key: &str, allowed: &str) -> ConfigError {
         let key = format!("{}{key}", self.within);
-        ConfigError::Missing {
-            name: self.name.to_string(),
-            key,
-            allowed: allowed.to_string(),
-        }
+        ConfigError::Missing { name: self.name.to_string(), key, allowed: allowed.to_string() }
     }
 
     /// A size: an integer of 1 to `most`.
@@ -126,8 +101,7 @@ impl<'a> Keys<'a> {
     }
 
     fn required(&self, key: &str) -> Result<usize, ConfigError> {
-        self.size(key)?
-            .ok_or_else(|| self.missing(key, "an integer of at least 1"))
+        self.size(key)?.ok_or_else(|| self.missing(key, "an integer of at least 1"))
     }
 
     fn positive(&self, key: &str) -> Result<Option<f64>, ConfigError> {
@@ -141,18 +115,14 @@ impl<'a> Keys<'a> {
     }
 
     fn required_positive(&self, key: &str) -> Result<f64, ConfigError> {
-        self.positive(key)?
-            .ok_or_else(|| self.missing(key, "a finite number above 0"))
+        self.positive(key)?.ok_or_else(|| self.missing(key, "a finite number above 0"))
     }
 
     fn flag(&self, key: &str) -> Result<Option<bool>, ConfigError> {
         let Some(value) = self.get(key) else {
             return Ok(None);
         };
-        value
-            .as_bool()
-            .map(Some)
-            .ok_or_else(|| self.wrong(key, value, "true or false"))
+        value.as_bool().map(Some).ok_or_else(|| self.wrong(key, value, "true or false"))
     }
 
     /// Refuses a value other than the one that is computed here.
@@ -171,10 +141,7 @@ impl<'a> Keys<'a> {
         let Some(value) = self.get(key) else {
             return Ok(None);
         };
-        value
-            .as_object()
-            .map(Some)
-            .ok_or_else(|| self.wrong(key, value, "an object or null"))
+        value.as_object().map(Some).ok_or_else(|| self.wrong(key, value, "an object or null"))
     }
 }
 
@@ -225,11 +192,7 @@ fn family(keys: &Keys) -> Result<Family, ConfigError> {
         (Some(c), Some(t)) if c != t => Err(keys.wrong(
             "model_type",
             json!(t.model_type()),
-            &format!(
-                "{:?} to go with architecture {}",
-                c.model_type(),
-                c.class_name()
-            ),
+            &format!("{:?} to go with architecture {}", c.model_type(), c.class_name()),
         )),
         (Some(f), _) | (None, Some(f)) => Ok(f),
         (None, None) => Err(keys.missing("model_type", "one of llama, mistral, qwen2, qwen3")),
@@ -250,20 +213,12 @@ fn rope(keys: &Keys, positions: usize) -> Result<(f64, Option<RopeScaling>), Con
     let Some(map) = map else {
         return Ok((theta.unwrap_or(1e4), None));
     };
-    let inner = Keys {
-        name: keys.name,
-        map,
-        within,
-    };
+    let inner = Keys { name: keys.name, map, within };
     inner.only("partial_rotary_factor", json!(1.0), ROTARY)?;
     let theta = inner.positive("rope_theta")?.or(theta).unwrap_or(1e4);
 
     const TYPES: &str = "one of \"default\", \"linear\", \"llama3\"";
-    let key = if inner.get("rope_type").is_some() {
-        "rope_type"
-    } else {
-        "type"
-    };
+    let key = if inner.get("rope_type").is_some() { "rope_type" } else { "type" };
     let kind = match inner.get(key) {
         None => "default",
         Some(Value::String(kind)) => kind,
@@ -277,9 +232,7 @@ fn rope(keys: &Keys, positions: usize) -> Result<(f64, Option<RopeScaling>), Con
             }
             None
         }
-        "linear" => Some(RopeScaling::Linear {
-            factor: inner.required_positive("factor")?,
-        }),
+        "linear" => Some(RopeScaling::Linear { factor: inner.required_positive("factor")? }),
         "llama3" => Some(RopeScaling::Llama3 {
             factor: inner.required_positive("factor")?,
             low_freq_factor: inner.required_positive("low_freq_factor")?,
@@ -336,11 +289,7 @@ fn window(
         },
     };
     // No layer has the window: the same as none.
-    Ok(if first >= layers {
-        (None, 0)
-    } else {
-        (Some(size), first)
-    })
+    Ok(if first >= layers { (None, 0) } else { (Some(size), first) })
 }
 
 /// Token ids: an integer, a list of them, or null.
@@ -365,14 +314,9 @@ impl Architecture {
     /// # Errors
     /// Names the key, its value and what is allowed.
     pub fn from_config_json(text: &str, name: &str) -> Result<Architecture, ConfigError> {
-        let json_error = |reason| ConfigError::Json {
-            name: name.to_string(),
-            reason,
-        };
+        let json_error = |reason| ConfigError::Json { name: name.to_string(), reason };
         let value: Value = serde_json::from_str(text).map_err(|e| json_error(e.to_string()))?;
-        let map = value
-            .as_object()
-            .ok_or_else(|| json_error("it is another value".into()))?;
+        let map = value.as_object().ok_or_else(|| json_error("it is another value".into()))?;
         Self::from_config(map, name)
     }
 
@@ -384,19 +328,11 @@ impl Architecture {
         config: &Map<String, Value>,
         name: &str,
     ) -> Result<Architecture, ConfigError> {
-        let keys = Keys {
-            name,
-            map: config,
-            within: "",
-        };
+        let keys = Keys { name, map: config, within: "" };
         let family = family(&keys)?;
 
         keys.only("hidden_act", json!("silu"), "the MLP is SwiGLU")?;
-        keys.only(
-            "mlp_bias",
-            json!(false),
-            "a bias on the MLP projections is not supported",
-        )?;
+        keys.only("mlp_bias", json!(false), "a bias on the MLP projections is not supported")?;
         keys.only("attention_dropout", json!(0.0), "dropout is not supported")?;
         if family != Family::Qwen2 {
             keys.only(
@@ -412,9 +348,7 @@ impl Architecture {
             .ok_or_else(|| keys.missing("num_hidden_layers", "an integer of at least 1"))?;
         let num_attention_heads = keys.required("num_attention_heads")?;
         let num_key_value_heads = match (keys.map.get("num_key_value_heads"), family) {
-            (Some(_), _) => keys
-                .size("num_key_value_heads")?
-                .unwrap_or(num_attention_heads),
+            (Some(_), _) => keys.size("num_key_value_heads")?.unwrap_or(num_attention_heads),
             (None, Family::Llama) => num_attention_heads,
             // transformers fills in a constant that need not divide the heads.
             (None, _) => keys.required("num_key_value_heads")?,
@@ -475,39 +409,18 @@ impl Architecture {
     /// Names the key, its value and what is allowed.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let wrong = |key: &str, value: String, allowed: String| {
-            Err(ConfigError::Value {
-                name: self.name.clone(),
-                key: key.into(),
-                value,
-                allowed,
-            })
+            Err(ConfigError::Value { name: self.name.clone(), key: key.into(), value, allowed })
         };
         for (key, n, most) in [
             ("hidden_size", self.hidden_size, MAX_DIMENSION),
             ("intermediate_size", self.intermediate_size, MAX_DIMENSION),
             ("num_hidden_layers", self.num_hidden_layers, MAX_LAYERS),
-            (
-                "num_attention_heads",
-                self.num_attention_heads,
-                MAX_DIMENSION,
-            ),
-            (
-                "num_key_value_heads",
-                self.num_key_value_heads,
-                MAX_DIMENSION,
-            ),
+            ("num_attention_heads", self.num_attention_heads, MAX_DIMENSION),
+            ("num_key_value_heads", self.num_key_value_heads, MAX_DIMENSION),
             ("head_dim", self.head_dim, MAX_DIMENSION),
             ("vocab_size", self.vocab_size, MAX_DIMENSION),
-            (
-                "max_position_embeddings",
-                self.max_position_embeddings,
-                MAX_DIMENSION,
-            ),
-            (
-                "sliding_window",
-                self.sliding_window.unwrap_or(1),
-                MAX_DIMENSION,
-            ),
+            ("max_position_embeddings", self.max_position_embeddings, MAX_DIMENSION),
+            ("sliding_window", self.sliding_window.unwrap_or(1), MAX_DIMENSION),
         ] {
             if !(1..=most).contains(&n) {
                 return wrong(key, n.to_string(), format!("an integer of 1 to {most}"));
@@ -516,11 +429,7 @@ impl Architecture {
         let heads = self.num_attention_heads;
         if !heads.is_multiple_of(self.num_key_value_heads) {
             let allowed = format!("a divisor of num_attention_heads = {heads}");
-            return wrong(
-                "num_key_value_heads",
-                self.num_key_value_heads.to_string(),
-                allowed,
-            );
+            return wrong("num_key_value_heads", self.num_key_value_heads.to_string(), allowed);
         }
         if !self.head_dim.is_multiple_of(2) {
             let allowed = "an even number: rotary positions turn pairs".to_string();
@@ -531,10 +440,7 @@ impl Architecture {
             let allowed = format!("num_attention_heads * head_dim of at most {MAX_DIMENSION}");
             return wrong("head_dim", self.head_dim.to_string(), allowed);
         }
-        for (key, x) in [
-            ("rope_theta", self.rope_theta),
-            ("rms_norm_eps", self.rms_norm_eps),
-        ] {
+        for (key, x) in [("rope_theta", self.rope_theta), ("rms_norm_eps", self.rms_norm_eps)] {
             if !(x.is_finite() && x > 0.0) {
                 return wrong(key, x.to_string(), "a finite number above 0".into());
             }
@@ -573,23 +479,14 @@ impl Architecture {
     fn validate_scaling(&self) -> Result<(), ConfigError> {
         let wrong = |key: &str, value: String, allowed: &str| {
             let key = format!("rope_scaling.{key}");
-            Err(ConfigError::Value {
-                name: self.name.clone(),
-                key,
-                value,
-                allowed: allowed.into(),
-            })
+            Err(ConfigError::Value { name: self.name.clone(), key, value, allowed: allowed.into() })
         };
         match self.rope_scaling {
             None => Ok(()),
             Some(RopeScaling::Linear { factor } | RopeScaling::Llama3 { factor, .. })
                 if !(factor.is_finite() && factor >= 1.0) =>
             {
-                wrong(
-                    "factor",
-                    factor.to_string(),
-                    "a finite number of at least 1",
-                )
+                wrong("factor", factor.to_string(), "a finite number of at least 1")
             }
             Some(RopeScaling::Linear { .. }) => Ok(()),
             Some(RopeScaling::Llama3 {
@@ -599,11 +496,7 @@ impl Architecture {
                 ..
             }) => {
                 if !(low.is_finite() && low > 0.0) {
-                    return wrong(
-                        "low_freq_factor",
-                        low.to_string(),
-                        "a finite number above 0",
-                    );
+                    return wrong("low_freq_factor", low.to_string(), "a finite number above 0");
                 }
                 // The ramp between them divides by their difference.
                 if !(high.is_finite() && high > low) {

@@ -107,18 +107,13 @@ impl Architecture {
 
     /// The attention window of one layer, if it has one.
     pub fn window(&self, layer: usize) -> Option<usize> {
-        self.sliding_window
-            .filter(|_| layer >= self.first_windowed_layer)
+        self.sliding_window.filter(|_| layer >= self.first_windowed_layer)
     }
 
     /// Number of parameters of one block.
     pub fn block_parameters(&self) -> usize {
         let (c, i) = (self.hidden_size, self.intermediate_size);
-        let bias = if self.attention_bias {
-            self.qkv_width()
-        } else {
-            0
-        };
+        let bias = if self.attention_bias { self.qkv_width() } else { 0 };
         let qk_norm = if self.qk_norm { 2 * self.head_dim } else { 0 };
         self.qkv_width() * c + bias + qk_norm + c * self.q_width() + 3 * i * c + 2 * c
     }
@@ -126,11 +121,7 @@ impl Architecture {
     /// Number of parameters, a tied head counted once.
     pub fn parameters(&self) -> usize {
         let table = self.vocab_size * self.hidden_size;
-        let tables = if self.tie_word_embeddings {
-            table
-        } else {
-            2 * table
-        };
+        let tables = if self.tie_word_embeddings { table } else { 2 * table };
         tables + self.num_hidden_layers * self.block_parameters() + self.hidden_size
     }
 }

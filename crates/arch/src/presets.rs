@@ -37,12 +37,7 @@ fn table() -> &'static [(String, Preset)] {
 /// The form in which names are compared: lower case, dashes for spaces and
 /// underscores, without the owner of the repository and its prefix `meta-`.
 fn canonical(name: &str) -> String {
-    let base = name
-        .trim()
-        .rsplit('/')
-        .next()
-        .unwrap_or_default()
-        .to_ascii_lowercase();
+    let base = name.trim().rsplit('/').next().unwrap_or_default().to_ascii_lowercase();
     let base = base.replace(['_', ' '], "-");
     base.strip_prefix("meta-").unwrap_or(&base).to_string()
 }
@@ -71,10 +66,7 @@ fn find(name: &str) -> Option<&'static (String, Preset)> {
 /// [`ConfigError::UnknownPreset`], with the closest names.
 pub fn preset(name: &str) -> Result<Architecture, ConfigError> {
     let Some((canonical, preset)) = find(name) else {
-        return Err(ConfigError::UnknownPreset {
-            name: name.to_string(),
-            closest: closest(name),
-        });
+        return Err(ConfigError::UnknownPreset { name: name.to_string(), closest: closest(name) });
     };
     Architecture::from_config(&preset.config, canonical)
 }

@@ -46,18 +46,12 @@ fn both_forms_of_rope() {
     assert_eq!(arch.rope_theta, 5e5);
     assert!(matches!(
         arch.rope_scaling,
-        Some(RopeScaling::Llama3 {
-            original_max_position_embeddings: 64,
-            ..
-        })
+        Some(RopeScaling::Llama3 { original_max_position_embeddings: 64, .. })
     ));
 
     let mut linear = llama();
     linear["rope_scaling"] = json!({"type": "linear", "factor": 2.0});
-    assert_eq!(
-        read(&linear).unwrap().rope_scaling,
-        Some(RopeScaling::Linear { factor: 2.0 })
-    );
+    assert_eq!(read(&linear).unwrap().rope_scaling, Some(RopeScaling::Linear { factor: 2.0 }));
     linear["rope_scaling"] = json!({"rope_type": "default"});
     assert_eq!(read(&linear).unwrap().rope_scaling, None);
 }
@@ -69,10 +63,7 @@ fn defaults_are_those_of_transformers() {
     assert_eq!(arch.eos_token_ids, [2]);
     assert!(!arch.tie_word_embeddings && !arch.attention_bias && !arch.qk_norm);
     let mistral = read(&of(Family::Mistral)).unwrap();
-    assert_eq!(
-        (mistral.sliding_window, mistral.window(0)),
-        (Some(4096), Some(4096))
-    );
+    assert_eq!((mistral.sliding_window, mistral.window(0)), (Some(4096), Some(4096)));
     let mut none = of(Family::Mistral);
     none["sliding_window"] = Value::Null;
     assert_eq!(read(&none).unwrap().sliding_window, None);
@@ -94,11 +85,7 @@ fn windows_of_qwen() {
     let again = Architecture::from_config_json(&arch.to_config_json(DType::F32), "test").unwrap();
     assert_eq!(again, arch);
     config["max_window_layers"] = json!(28);
-    assert_eq!(
-        read(&config).unwrap().sliding_window,
-        None,
-        "no layer has it"
-    );
+    assert_eq!(read(&config).unwrap().sliding_window, None, "no layer has it");
     config["layer_types"] = json!(["full_attention", "sliding_attention"]);
     assert_eq!(read(&config).unwrap().first_windowed_layer, 1);
     let types = json!(["sliding_attention", "full_attention"]);
@@ -107,11 +94,7 @@ fn windows_of_qwen() {
 
 #[test]
 fn end_tokens() {
-    for (value, ids) in [
-        (json!(7), vec![7]),
-        (json!([1, 2]), vec![1, 2]),
-        (Value::Null, vec![]),
-    ] {
+    for (value, ids) in [(json!(7), vec![7]), (json!([1, 2]), vec![1, 2]), (Value::Null, vec![])] {
         let mut config = llama();
         config["eos_token_id"] = value;
         let arch = read(&config).unwrap();
@@ -125,14 +108,8 @@ fn end_tokens() {
 #[test]
 fn refusals_name_the_key_and_the_value() {
     let gpt2 = refusal(llama(), "architectures", json!(["GPT2LMHeadModel"]));
-    assert!(
-        gpt2.contains("architecture `GPT2LMHeadModel` is not supported"),
-        "{gpt2}"
-    );
-    assert!(
-        gpt2.contains("LlamaForCausalLM, MistralForCausalLM"),
-        "{gpt2}"
-    );
+    assert!(gpt2.contains("architecture `GPT2LMHeadModel` is not supported"), "{gpt2}");
+    assert!(gpt2.contains("LlamaForCausalLM, MistralForCausalLM"), "{gpt2}");
     for (key, value) in [
         ("model_type", json!("qwen2")),
         ("model_type", json!(3)),
@@ -171,35 +148,20 @@ fn refusals_name_the_key_and_the_value() {
     assert!(refusal(llama(), "rope_scaling", ramp).contains("high_freq_factor"));
     let mut config = llama();
     config.as_object_mut().unwrap().remove("vocab_size");
-    assert!(
-        read(&config)
-            .unwrap_err()
-            .to_string()
-            .contains("lacks `vocab_size`")
-    );
+    assert!(read(&config).unwrap_err().to_string().contains("lacks `vocab_size`"));
     assert!(matches!(read(&json!([1])), Err(ConfigError::Json { .. })));
 }
 
 #[test]
 fn the_largest_sizes_do_not_overflow() {
     let mut config = llama();
-    for key in [
-        "hidden_size",
-        "intermediate_size",
-        "vocab_size",
-        "max_position_embeddings",
-    ] {
+    for key in ["hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"] {
         config[key] = json!(1 << 24);
     }
     config["num_hidden_layers"] = json!(4096);
     config["num_attention_heads"] = json!(1 << 12);
     config["num_key_value_heads"] = json!(1 << 12);
-    assert!(
-        read(&config)
-            .unwrap_err()
-            .to_string()
-            .contains("`parameters`")
-    );
+    assert!(read(&config).unwrap_err().to_string().contains("`parameters`"));
 }
 
 fn shared() -> Option<std::path::PathBuf> {
@@ -224,11 +186,7 @@ fn files_that_transformers_wrote() {
     ] {
         let text = std::fs::read_to_string(shared.join(file).join("config.json")).unwrap();
         let arch = Architecture::from_config_json(&text, file).unwrap();
-        assert_eq!(
-            (arch.family, arch.parameters()),
-            (family, parameters),
-            "{file}"
-        );
+        assert_eq!((arch.family, arch.parameters()), (family, parameters), "{file}");
     }
 }
 

@@ -70,19 +70,13 @@ fn names_in_any_spelling() {
         ("tiny-llama-1.1b", "tinyllama-1.1b"),
         ("mistral-7b", "mistral-7b-v0.1"),
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b-instruct"),
-        (
-            "HuggingFaceTB/SmolLM2-135M-Instruct",
-            "smollm2-135m-instruct",
-        ),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct"),
     ] {
         assert_eq!(preset(given).unwrap().name, canonical, "{given}");
     }
     assert_eq!(preset_hub_id("qwen3-8b"), Some("Qwen/Qwen3-8B"));
     assert_eq!(preset_hub_id("plimsoll-tiny"), None);
-    assert!(
-        preset("somebody/llama-3-8b").is_err(),
-        "an owner must match"
-    );
+    assert!(preset("somebody/llama-3-8b").is_err(), "an owner must match");
 }
 
 #[test]
@@ -98,9 +92,7 @@ fn aliases_are_unambiguous() {
 
 #[test]
 fn unknown_names_get_the_closest() {
-    let Err(ConfigError::UnknownPreset { closest, .. }) = preset("lama-3-8b") else {
-        panic!()
-    };
+    let Err(ConfigError::UnknownPreset { closest, .. }) = preset("lama-3-8b") else { panic!() };
     assert_eq!(closest[0], "llama-3-8b");
     let message = preset("qwen-2.5-7b").unwrap_err().to_string();
     assert!(message.contains("qwen2.5-7b"), "{message}");

@@ -21,7 +21,7 @@ use crate::names::expected_tensors;
 use crate::safetensors::{self, RawTensor};
 
 /// Bytes of a file that are resident at a time while a tensor is read.
-const CHUNK: usize = 4 << 20;
+const CHUNK: usize = 2 << 20;
 
 /// The weights of a model on disk, mapped into memory.
 ///

@@ -47,7 +47,9 @@ pub(crate) fn hugging_face_name(gguf: &str) -> Option<String> {
 /// with i + D/2. The converter reorders the rows accordingly, and reading
 /// reorders them back: row a D/2 + i of a head is row 2i + a in the file.
 pub(crate) fn paired_rows(arch: &Architecture, name: &str) -> Option<usize> {
-    let projection = name.contains(".self_attn.q_proj.") || name.contains(".self_attn.k_proj.");
+    let projection = name.starts_with("model.layers.")
+        && (name.ends_with(".self_attn.q_proj.weight")
+            || name.ends_with(".self_attn.k_proj.weight"));
     (matches!(arch.family, Family::Llama | Family::Mistral) && projection).then_some(arch.head_dim)
 }
 

@@ -11,6 +11,7 @@ mod gguf_model;
 mod map;
 mod names;
 mod safetensors;
+mod slab;
 mod writer;
 
 pub use checkpoint::{Checkpoint, Validation, read_architecture};
@@ -18,4 +19,5 @@ pub use error::{ModelError, TensorProblem};
 pub use finite::{first_non_finite, first_non_finite_bf16};
 pub use gguf::GgufMetadata;
 pub use names::expected_tensors;
+pub use slab::{init_state, init_weights, load_weights, save_weights};
 pub use writer::{DEFAULT_SHARD_BYTES, SafetensorsWriter};
