@@ -11,9 +11,28 @@
 //! Kernels share their work through the rayon pool that calls them.
 
 mod elem;
+mod elementwise;
+mod embed;
 pub mod gemm;
+mod loss;
+mod norm;
+mod optimizer;
 mod parallel;
+mod rope;
 pub mod simd;
+mod swiglu;
 
 pub use elem::Elem;
-pub use gemm::{Mat, gemm, gemm_workspace, linear_skinny, linear_skinny_workspace};
+pub use elementwise::{
+    add, add_assign, bias_backward, bias_backward_workspace, convert, fill, scale, sum_of_squares,
+};
+pub use embed::{embed, embed_backward};
+pub use gemm::{Mat, SKINNY_ROWS, gemm, gemm_workspace, linear_skinny, linear_skinny_workspace};
+pub use loss::{IGNORED, cross_entropy, cross_entropy_loss};
+pub use norm::{
+    add_rms_norm_forward, head_norm_backward, head_norm_backward_workspace, head_norm_forward,
+    rms_norm_backward, rms_norm_backward_workspace, rms_norm_forward,
+};
+pub use optimizer::{AdamW, Rounding, adamw, sgd};
+pub use rope::{rope, rope_table};
+pub use swiglu::{swiglu_backward, swiglu_backward_in_place, swiglu_forward};
