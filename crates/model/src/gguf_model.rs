@@ -251,7 +251,7 @@ fn llama3_scaling(
         let smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0);
         let expected = 1.0 / ((1.0 - smooth) / factor + smooth);
         // The converter computed in float32.
-        if (f64::from(*found) - expected).abs() > 1e-3 * expected {
+        if !found.is_finite() || (f64::from(*found) - expected).abs() > 1e-3 * expected {
             let reason = format!(
                 "value {i} is {found}, but Llama 3 scaling by {factor} from {original} positions \
                  has {expected}; other scalings are not supported"

@@ -100,11 +100,13 @@ fn gguf_refusals() {
         let error = open(gguf).to_string();
         assert!(error.contains(part), "{part}: {error}");
     }
-    let mut frequencies = Gguf::tiny();
-    let data = 3f32.to_le_bytes().to_vec();
-    frequencies.tensors.push(("rope_freqs.weight".into(), vec![1], 0, data));
-    let error = open(frequencies).to_string();
-    assert!(error.contains("other scalings are not supported"), "{error}");
+    for factor in [3.0, f32::NAN, f32::INFINITY] {
+        let mut frequencies = Gguf::tiny();
+        let data = factor.to_le_bytes().to_vec();
+        frequencies.tensors.push(("rope_freqs.weight".into(), vec![1], 0, data));
+        let error = open(frequencies).to_string();
+        assert!(error.contains("other scalings are not supported"), "{error}");
+    }
 
     let mut garbage = Gguf::tiny().bytes();
     garbage.extend([0; 64]);
