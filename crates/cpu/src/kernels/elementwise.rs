@@ -115,7 +115,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    fn scale_slice<A: Elem>(x: &mut [A], factor: f32) {
+    pub(super) fn scale_slice<A: Elem>(x: &mut [A], factor: f32) {
         for x in x {
             *x = A::from_f32(x.to_f32() * factor);
         }

@@ -10,6 +10,7 @@
 //! Arguments of the wrong length panic: shapes are the caller's to check.
 //! Kernels share their work through the rayon pool that calls them.
 
+mod attention;
 mod elem;
 mod elementwise;
 mod embed;
@@ -22,6 +23,10 @@ mod rope;
 pub mod simd;
 mod swiglu;
 
+pub use attention::{
+    AttentionShape, MAX_HEAD_DIM, attention_backward, attention_backward_workspace,
+    attention_cached, attention_cached_workspace, attention_forward, attention_forward_workspace,
+};
 pub use elem::Elem;
 pub use elementwise::{
     add, add_assign, bias_backward, bias_backward_workspace, convert, fill, scale, sum_of_squares,

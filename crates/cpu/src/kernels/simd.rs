@@ -67,35 +67,45 @@ macro_rules! simd_fn {
     (
         $(#[$attr:meta])*
         $vis:vis fn $name:ident
-        $(<$($g:ident : $bound:path),+ $(; $(const $c:ident : $ct:ty),+)?>)? (
+        $(<$($g:ident : $bound:path),* $(; $(const $c:ident : $ct:ty),+)?>)? (
             $($arg:ident : $ty:ty),* $(,)?
         ) $(-> $ret:ty)? $body:block
     ) => {
         $(#[$attr])*
         #[inline]
-        $vis fn $name $(<$($g: $bound),+ $(, $(const $c: $ct),+)?>)? ($($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name $(<$($g: $bound,)* $($(const $c: $ct),+)?>)? ($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
             #[allow(clippy::extra_unused_type_parameters)]
-            fn body<const FMA: bool, $($($g: $bound),+ $(, $(const $c: $ct),+)?)?>($($arg: $ty),*) $(-> $ret)? $body
+            fn body<const FMA: bool, $($($g: $bound,)* $($(const $c: $ct),+)?)?>(
+                $($arg: $ty),*
+            ) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx2,fma,bmi2")]
-                fn avx2 $(<$($g: $bound),+ $(, $(const $c: $ct),+)?>)? ($($arg: $ty),*) $(-> $ret)? {
-                    body::<true, $($($g),+ $(, $($c),+)?)?>($($arg),*)
+                fn avx2 $(<$($g: $bound,)* $($(const $c: $ct),+)?>)? (
+                    $($arg: $ty),*
+                ) $(-> $ret)? {
+                    body::<true, $($($g,)* $($($c),+)?)?>($($arg),*)
                 }
                 #[target_feature(enable = "avx2,fma,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
-                fn avx512 $(<$($g: $bound),+ $(, $(const $c: $ct),+)?>)? ($($arg: $ty),*) $(-> $ret)? {
-                    body::<true, $($($g),+ $(, $($c),+)?)?>($($arg),*)
+                fn avx512 $(<$($g: $bound,)* $($(const $c: $ct),+)?>)? (
+                    $($arg: $ty),*
+                ) $(-> $ret)? {
+                    body::<true, $($($g,)* $($($c),+)?)?>($($arg),*)
                 }
                 // SAFETY: `isa` reports only what the processor has.
                 match $crate::kernels::simd::isa() {
-                    $crate::kernels::simd::Isa::Avx512 => return unsafe { avx512 $(::<$($g),+ $(, $($c),+)?>)? ($($arg),*) },
-                    $crate::kernels::simd::Isa::Avx2 => return unsafe { avx2 $(::<$($g),+ $(, $($c),+)?>)? ($($arg),*) },
+                    $crate::kernels::simd::Isa::Avx512 => {
+                        return unsafe { avx512 $(::<$($g,)* $($($c),+)?>)? ($($arg),*) };
+                    }
+                    $crate::kernels::simd::Isa::Avx2 => {
+                        return unsafe { avx2 $(::<$($g,)* $($($c),+)?>)? ($($arg),*) };
+                    }
                     $crate::kernels::simd::Isa::Portable => {}
                 }
             }
-            body::<{ cfg!(target_arch = "aarch64") }, $($($g),+ $(, $($c),+)?)?>($($arg),*)
+            body::<{ cfg!(target_arch = "aarch64") }, $($($g,)* $($($c),+)?)?>($($arg),*)
         }
     };
 }

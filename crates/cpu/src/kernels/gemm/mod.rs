@@ -13,6 +13,7 @@ pub use micro::{Portable, Tile, tile_column, tile_rows};
 #[cfg(target_arch = "x86_64")]
 pub use micro::{Avx2, Avx512};
 pub use pack::pack_panel;
+pub(crate) use skinny::dots;
 pub use skinny::{SKINNY_ROWS, linear_skinny, linear_skinny_workspace};
 
 use super::elem::Elem;

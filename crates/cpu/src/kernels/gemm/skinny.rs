@@ -74,10 +74,10 @@ fn columns<W: Elem, Y: Elem, const M: usize, const R: usize, const L: usize>(
         let rows = R.min(range.end - j);
         let mut out = [[0.0; R]; M];
         if rows == R {
-            out = dots::<W, M, R, L>(xs, &w[j * k..(j + R) * k], k);
+            out = dots::<W, M, R, L>(xs, &w[j * k..(j + R) * k], k, k);
         } else {
             for r in 0..rows {
-                let one = dots::<W, M, 1, L>(xs, &w[(j + r) * k..(j + r + 1) * k], k);
+                let one = dots::<W, M, 1, L>(xs, &w[(j + r) * k..(j + r + 1) * k], k, k);
                 for i in 0..M {
                     out[i][r] = one[i][0];
                 }
@@ -102,17 +102,18 @@ fn columns<W: Elem, Y: Elem, const M: usize, const R: usize, const L: usize>(
 }
 
 simd_fn! {
-    /// Dot products of `M` rows of xs with `R` rows of w.
-    fn dots<W: Elem; const M: usize, const R: usize, const L: usize>(
+    /// Dot products of `M` rows of xs (`k` apart) with `R` rows of w (`stride` apart).
+    pub fn dots<W: Elem; const M: usize, const R: usize, const L: usize>(
         xs: &[f32],
         w: &[W],
+        stride: usize,
         k: usize,
     ) -> [[f32; R]; M] {
         let mut acc = [[[0.0f32; L]; R]; M];
         let whole = k / L * L;
         for p in (0..whole).step_by(L) {
             for r in 0..R {
-                let w: &[W; L] = w[r * k + p..][..L].try_into().unwrap();
+                let w: &[W; L] = w[r * stride + p..][..L].try_into().unwrap();
                 for i in 0..M {
                     let x: &[f32; L] = xs[i * k + p..][..L].try_into().unwrap();
                     for l in 0..L {
@@ -126,7 +127,7 @@ simd_fn! {
             for r in 0..R {
                 let mut sum = sum_lanes(acc[i][r]);
                 for p in whole..k {
-                    sum = fma::<FMA>(w[r * k + p].to_f32(), xs[i * k + p], sum);
+                    sum = fma::<FMA>(w[r * stride + p].to_f32(), xs[i * k + p], sum);
                 }
                 out[i][r] = sum;
             }
