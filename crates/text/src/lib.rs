@@ -29,4 +29,4 @@ pub use lookup::{FoundTemplate, TemplateSource, chatml, find_template, gguf_temp
 pub use message::Message;
 pub use stream::StreamDecoder;
 pub use template::{ChatTemplate, Extra};
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{Offsets, Tokenizer};

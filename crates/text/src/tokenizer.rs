@@ -6,6 +6,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use tokenizers::Tokenizer as HfTokenizer;
 
+/// For each token the first byte that it covers in its text, and the one after the last.
+pub type Offsets = Vec<(usize, usize)>;
+
 /// Text to token ids and back. `Send + Sync`: share it between threads by reference.
 ///
 /// Special tokens written inside a text (`<|im_end|>`) become their single id,
@@ -125,10 +128,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// As [`Tokenizer::encode`].
-    pub fn encode_with_offsets(
-        &self,
-        text: &str,
-    ) -> Result<(Vec<u32>, Vec<(usize, usize)>), TextError> {
+    pub fn encode_with_offsets(&self, text: &str) -> Result<(Vec<u32>, Offsets), TextError> {
         let encoding = self.inner.encode(text, false).map_err(|e| encode_error(text, &e))?;
         Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
     }
