@@ -3,7 +3,7 @@
 use crate::format::{guanaco_text, shorten};
 use crate::{Conversation, DataError, Dataset, Example, Format};
 use plimsoll_text::{
-    Encoded, Extra, FoundTemplate, Message, TemplateSource, Tokenizer, encode_chat_with,
+    Encoded, Extra, FoundTemplate, Message, TemplateSource, Tokenizer, encode_chat_with, json_dumps,
 };
 use serde_json::Value;
 
@@ -257,7 +257,7 @@ fn fit(conversation: &Conversation, template: &FoundTemplate) -> (Vec<Message>, 
                 if !message.content.is_empty() {
                     message.content.push('\n');
                 }
-                message.content += &format!("<tool_call>\n{call}\n</tool_call>");
+                message.content += &format!("<tool_call>\n{}\n</tool_call>", json_dumps(call));
             }
         }
         if message.role == "tool" && !knows_role && !built_in {

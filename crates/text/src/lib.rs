@@ -27,6 +27,7 @@ pub use error::TextError;
 pub use gguf::{GgufVocab, SUPPORTED_PRE};
 pub use lookup::{FoundTemplate, TemplateSource, chatml, find_template, gguf_template};
 pub use message::Message;
+pub use python::json_dumps;
 pub use stream::StreamDecoder;
 pub use template::{ChatTemplate, Extra};
 pub use tokenizer::{Offsets, Tokenizer};

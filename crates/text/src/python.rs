@@ -1,6 +1,6 @@
 //! Values written as Python writes them, which is what models were trained on.
 
-use minijinja::value::{Kwargs, ValueKind};
+use minijinja::value::{Kwargs, Serde, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 use std::fmt::Write;
 
@@ -53,6 +53,23 @@ pub(crate) fn tojson(value: &Value, args: Kwargs) -> Result<String, Error> {
     let mut out = String::new();
     writer.value(&mut out, value, 0)?;
     Ok(out)
+}
+
+/// `json.dumps(value, ensure_ascii=False)`, as the `tojson` filter of templates writes it.
+pub fn json_dumps(value: &serde_json::Value) -> String {
+    let writer = Writer {
+        indent: None,
+        item_end: ", ".into(),
+        key_end: ": ".into(),
+        sort_keys: false,
+        ascii: false,
+    };
+    let mut out = String::new();
+    match writer.value(&mut out, &Value::from(Serde(value)), 0) {
+        Ok(()) => out,
+        // Nested deeper than templates may write.
+        Err(_) => value.to_string(),
+    }
 }
 
 struct Writer {
@@ -169,6 +186,13 @@ impl Writer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn json_with_pythons_spaces() {
+        let value = serde_json::json!({"b": [1, 2.0, 1e-7], "a": {"x": "<\n>"}});
+        let text = r#"{"b": [1, 2.0, 1e-07], "a": {"x": "<\n>"}}"#;
+        assert_eq!(json_dumps(&value), text);
+    }
 
     #[test]
     fn floats_as_repr() {
