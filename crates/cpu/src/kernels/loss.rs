@@ -46,12 +46,7 @@ pub fn cross_entropy<T: Elem>(
 }
 
 /// The losses of [`cross_entropy`] alone; the logits stay.
-pub fn cross_entropy_loss<T: Elem>(
-    logits: &[T],
-    labels: &[i32],
-    losses: &mut [f32],
-    vocab: usize,
-) {
+pub fn cross_entropy_loss<T: Elem>(logits: &[T], labels: &[i32], losses: &mut [f32], vocab: usize) {
     let n = labels.len();
     assert_eq!(logits.len(), n * vocab, "logits");
     assert_eq!(losses.len(), n, "losses");

@@ -65,3 +65,28 @@ pub fn assert_close<T: Elem>(actual: &[T], expected: &[f64], tolerance: f64, wha
         expected[i]
     );
 }
+
+/// Gradient of `f` at `x` by central differences in `f64`.
+pub fn differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
+    let mut x = x.to_vec();
+    (0..x.len())
+        .map(|i| {
+            let (at, h) = (x[i], 1e-5);
+            x[i] = at + h;
+            let above = f(&x);
+            x[i] = at - h;
+            let below = f(&x);
+            x[i] = at;
+            (above - below) / (2.0 * h)
+        })
+        .collect()
+}
+
+pub fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// Tolerance for results stored as `T`.
+pub fn tolerance<T: Elem>(exact: f64) -> f64 {
+    if T::IS_F32 { exact } else { 6e-3 }
+}

@@ -145,9 +145,8 @@ impl<X: Elem, Y: Elem, G: Elem> Job<'_, X, Y, G> {
     ) {
         let AttentionShape { tokens, heads, kv_heads, head_dim: d, scale, .. } = self.shape;
         let (width, group, wide) = (self.shape.qkv_width(), self.shape.group(), padded(d));
-        let visible = |t: usize| {
-            self.shape.visible(t, self.doc_start[b * tokens + t].max(0) as usize)
-        };
+        let visible =
+            |t: usize| self.shape.visible(t, self.doc_start[b * tokens + t].max(0) as usize);
         // No query sees a key after itself.
         let key_end = if pass == Pass::Queries { key_end.min(t_end) } else { key_end };
         let n_keys = key_end - key_begin;
@@ -253,11 +252,8 @@ impl<X: Elem, Y: Elem, G: Elem> Job<'_, X, Y, G> {
                         }
                         let lanes = column..column + NR;
                         let cut = mask.cuts(key + r0, key + r1);
-                        let (lo, hi) = if cut {
-                            (mask.lo, mask.hi)
-                        } else {
-                            ([0; NR], [i32::MAX; NR])
-                        };
+                        let (lo, hi) =
+                            if cut { (mask.lo, mask.hi) } else { ([0; NR], [i32::MAX; NR]) };
                         score_gradient::<NR>(
                             &mut p[at..],
                             &mut d_s[at..],
@@ -274,9 +270,7 @@ impl<X: Elem, Y: Elem, G: Elem> Job<'_, X, Y, G> {
                                 let k = k.as_ptr().add(tile + r0 * d);
                                 let d_s = d_s.as_ptr().add(at);
                                 let d_q = d_q_t[strip].as_mut_ptr();
-                                tile_column::<K>(
-                                    d, rows, k, (1, d), d_s, BLOCK_Q, d_q, NR, true,
-                                );
+                                tile_column::<K>(d, rows, k, (1, d), d_s, BLOCK_Q, d_q, NR, true);
                             }
                         }
                     }

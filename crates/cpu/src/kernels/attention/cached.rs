@@ -59,9 +59,7 @@ pub fn attention_cached<X: Elem, C: Elem, Y: Elem>(
         for t in 0..tokens {
             let from = &qkv[(b * tokens + t) * width + heads * d..][..2 * row];
             let to = (b * capacity + start as usize + t) * row;
-            for (cache, from) in
-                [(&mut *k_cache, &from[..row]), (&mut *v_cache, &from[row..])]
-            {
+            for (cache, from) in [(&mut *k_cache, &from[..row]), (&mut *v_cache, &from[row..])] {
                 for (to, from) in cache[to..to + row].iter_mut().zip(from) {
                     *to = C::from_f32(from.to_f32());
                 }

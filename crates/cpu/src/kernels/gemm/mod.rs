@@ -9,9 +9,9 @@ mod micro;
 mod pack;
 mod skinny;
 
-pub use micro::{Portable, Tile, tile_column, tile_rows};
 #[cfg(target_arch = "x86_64")]
 pub use micro::{Avx2, Avx512};
+pub use micro::{Portable, Tile, tile_column, tile_rows};
 pub use pack::pack_panel;
 pub(crate) use skinny::dots;
 pub use skinny::{SKINNY_ROWS, linear_skinny, linear_skinny_workspace};
@@ -188,22 +188,34 @@ fn gemm_with<T: Tile, const MR: usize, const NR: usize, A: Elem, B: Elem, C: Ele
                         if group < a_groups {
                             let panels = group * GROUP..((group + 1) * GROUP).min(a_panels);
                             for i in panels.map(|p| p * MR) {
-                                let src =
-                                    a.data.as_ptr().add((m0 + i) * a.row_stride + k0 * a.col_stride);
+                                let src = a
+                                    .data
+                                    .as_ptr()
+                                    .add((m0 + i) * a.row_stride + k0 * a.col_stride);
                                 let strides = (a.row_stride, a.col_stride);
                                 pack_panel::<MR, A>(
-                                    a_pack.at(i * kw), src, MR.min(mw - i), kw, strides,
+                                    a_pack.at(i * kw),
+                                    src,
+                                    MR.min(mw - i),
+                                    kw,
+                                    strides,
                                 );
                             }
                         } else {
                             let group = group - a_groups;
                             let panels = group * GROUP..((group + 1) * GROUP).min(b_panels);
                             for j in panels.map(|p| p * NR) {
-                                let src =
-                                    b.data.as_ptr().add(k0 * b.row_stride + (n0 + j) * b.col_stride);
+                                let src = b
+                                    .data
+                                    .as_ptr()
+                                    .add(k0 * b.row_stride + (n0 + j) * b.col_stride);
                                 let strides = (b.col_stride, b.row_stride);
                                 pack_panel::<NR, B>(
-                                    b_pack.at(j * kw), src, NR.min(nw - j), kw, strides,
+                                    b_pack.at(j * kw),
+                                    src,
+                                    NR.min(nw - j),
+                                    kw,
+                                    strides,
                                 );
                             }
                         }
