@@ -17,15 +17,16 @@ impl Architecture {
             .collect()
     }
 
-    /// cos and sin of every position below `positions`: (positions, D/2, 2).
-    /// Calls `emit` with one pair after the other, so that nothing is allocated
-    /// for a table that already has a place.
-    pub fn rope_table(&self, positions: usize, mut emit: impl FnMut(f32, f32)) {
+    /// Fills `table` (positions, 2, D/2) with cos and then sin of every angle, for
+    /// positions from 0 on.
+    pub fn fill_rope_table(&self, table: &mut [f32]) {
         let frequencies = self.inverse_frequencies();
-        for position in 0..positions {
-            for frequency in &frequencies {
+        let half = frequencies.len();
+        for (position, row) in table.chunks_exact_mut(2 * half).enumerate() {
+            let (cos, sin) = row.split_at_mut(half);
+            for ((cos, sin), frequency) in cos.iter_mut().zip(sin).zip(&frequencies) {
                 let angle = f64::from(position as f32 * frequency);
-                emit(angle.cos() as f32, angle.sin() as f32);
+                (*cos, *sin) = (angle.cos() as f32, angle.sin() as f32);
             }
         }
     }

@@ -1,3 +1,9 @@
-//! The CPU device: kernels, and the executor that runs a program with them.
+//! The CPU device: kernels, threads, the slab, and the executor that runs a
+//! program with them.
 
+mod device;
 pub mod kernels;
+pub mod pool;
+mod slab;
+
+pub use device::{CpuDevice, CpuTarget};

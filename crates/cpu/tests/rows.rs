@@ -144,11 +144,11 @@ fn rotary<T: Elem>(rows: usize, (h, hkv, d): (usize, usize, usize)) {
     let x: Vec<T> = random(rows * width, 1);
     let positions: Vec<i32> = (0..rows).map(|r| (r * 7 % 50) as i32).collect();
     let mut expected = to_f64(&x);
-    for r in 0..rows {
+    for (r, position) in positions.iter().enumerate() {
         for head in 0..h + hkv {
             let at = r * width + head * d;
             for i in 0..d / 2 {
-                let (s, c) = (positions[r] as f64 * inv_freq[i]).sin_cos();
+                let (s, c) = (*position as f64 * inv_freq[i]).sin_cos();
                 let (a, b) = (expected[at + i], expected[at + i + d / 2]);
                 expected[at + i] = a * c - b * s;
                 expected[at + i + d / 2] = b * c + a * s;

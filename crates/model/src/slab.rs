@@ -136,12 +136,7 @@ pub fn init_state(
         }
         device.upload(placement.offset, placement.bytes as usize, &mut |bytes| {
             if tensor.name == "rope" {
-                let table: &mut [f32] = bytemuck::cast_slice_mut(bytes);
-                let mut at = 0;
-                arch.rope_table(tensor.shape[0], |cos, sin| {
-                    (table[at], table[at + 1]) = (cos, sin);
-                    at += 2;
-                });
+                arch.fill_rope_table(bytemuck::cast_slice_mut(bytes));
             } else {
                 bytes.fill(0);
             }

@@ -1,1 +1,82 @@
-fn main() {}
+//! The command line.
+
+mod commands;
+mod data_args;
+mod exit;
+mod hub;
+mod interrupt;
+mod model_source;
+mod planning;
+mod recipe_args;
+mod units;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand, ValueEnum};
+
+/// Says exactly how much memory and time a fine-tune needs, proves it, and runs it in that.
+#[derive(Debug, Parser)]
+#[command(name = "plimsoll", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// The memory, time and bottleneck of a run, before anything runs.
+    Plan(Box<commands::plan::PlanArgs>),
+    /// Hyper-parameters, size and layout of a model.
+    Inspect(commands::inspect::InspectArgs),
+    /// Fine-tune a model in exactly the planned memory.
+    Train(Box<commands::train::TrainArgs>),
+    /// Loss and perplexity of a model on data.
+    Evaluate(Box<commands::evaluate::EvaluateArgs>),
+    /// Continue a prompt.
+    Generate(Box<commands::generate::GenerateArgs>),
+    /// Talk to a model.
+    Chat(Box<commands::chat::ChatArgs>),
+    /// Run a recipe at many points and set measured beside planned.
+    Sweep(Box<commands::sweep::SweepArgs>),
+    /// Charts, fits and conclusions from the points of sweeps.
+    Report(commands::report::ReportArgs),
+    /// One point of a sweep, in a process of its own.
+    #[command(hide = true)]
+    Point(Box<commands::point::PointArgs>),
+}
+
+/// How results are printed: tables for people, JSON for programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    Table,
+    Json,
+}
+
+/// Threads of the CPU device: `PLIMSOLL_THREADS`, or one a core.
+pub fn threads() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let wanted = std::env::var("PLIMSOLL_THREADS").ok().and_then(|t| t.parse().ok());
+    wanted.filter(|t| (1..=4096).contains(t)).unwrap_or(cores)
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = match &cli.command {
+        Command::Plan(args) => commands::plan::run(args),
+        Command::Inspect(args) => commands::inspect::run(args),
+        Command::Train(args) => commands::train::run(args),
+        Command::Evaluate(args) => commands::evaluate::run(args),
+        Command::Generate(args) => commands::generate::run(args),
+        Command::Chat(args) => commands::chat::run(args),
+        Command::Sweep(args) => commands::sweep::run(args),
+        Command::Report(args) => commands::report::run(args),
+        Command::Point(args) => commands::point::run(args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(stop) => {
+            eprintln!("error: {stop}");
+            ExitCode::from(stop.status())
+        }
+    }
+}

@@ -85,7 +85,8 @@ pub enum OpKind {
         accumulate: bool,
     },
     /// Rotates query and key heads in place by the angle of their position
-    /// (backwards when `inverse`); table (positions, D/2, 2) holds cos and sin.
+    /// (backwards when `inverse`); table (positions, 2, D/2) holds
+    /// cos, then sin.
     Rope {
         qkv: TensorId,
         positions: TensorId,

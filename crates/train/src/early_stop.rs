@@ -55,13 +55,7 @@ impl EarlyStop {
         if !min_delta.is_finite() || min_delta < 0.0 {
             return Err(EarlyStopError::MinDelta(min_delta));
         }
-        Ok(Self {
-            patience,
-            min_delta,
-            reference: None,
-            waited: 0,
-            best: None,
-        })
+        Ok(Self { patience, min_delta, reference: None, waited: 0, best: None })
     }
 
     /// Takes the validation loss at `step`. NaN and infinities are no progress.
@@ -71,21 +65,14 @@ impl EarlyStop {
             self.best = Some(Best { value, step });
         }
         let progress = value.is_finite()
-            && self
-                .reference
-                .is_none_or(|reference| value < reference - self.min_delta);
+            && self.reference.is_none_or(|reference| value < reference - self.min_delta);
         if progress {
             self.reference = Some(value);
             self.waited = 0;
         } else {
             self.waited = self.waited.saturating_add(1);
         }
-        Verdict {
-            improved,
-            stop: self
-                .patience
-                .is_some_and(|patience| self.waited >= patience),
-        }
+        Verdict { improved, stop: self.patience.is_some_and(|patience| self.waited >= patience) }
     }
 
     /// The lowest loss so far; `None` before the first finite one.
@@ -105,10 +92,7 @@ mod tests {
 
     fn stops_at(patience: u32, min_delta: f64, losses: &[f64]) -> Option<usize> {
         let mut early = EarlyStop::new(Some(patience), min_delta).unwrap();
-        losses
-            .iter()
-            .enumerate()
-            .position(|(step, &loss)| early.update(step as u64, loss).stop)
+        losses.iter().enumerate().position(|(step, &loss)| early.update(step as u64, loss).stop)
     }
 
     #[test]
@@ -129,13 +113,7 @@ mod tests {
         for (step, loss) in [(10, 2.0), (20, 1.9), (30, f64::NAN), (40, 1.95)] {
             assert!(!early.update(step, loss).stop);
         }
-        assert_eq!(
-            early.best(),
-            Some(Best {
-                value: 1.9,
-                step: 20
-            })
-        );
+        assert_eq!(early.best(), Some(Best { value: 1.9, step: 20 }));
         assert_eq!(early.waited(), 3);
     }
 
@@ -147,10 +125,7 @@ mod tests {
         for (step, loss) in losses.into_iter().enumerate() {
             let json = serde_json::to_string(&resumed).unwrap();
             resumed = serde_json::from_str(&json).unwrap();
-            assert_eq!(
-                whole.update(step as u64, loss),
-                resumed.update(step as u64, loss)
-            );
+            assert_eq!(whole.update(step as u64, loss), resumed.update(step as u64, loss));
             assert_eq!(whole, resumed);
         }
     }

@@ -11,19 +11,11 @@ use serde_json::Value;
 #[derive(Debug, thiserror::Error)]
 pub enum MetricsError {
     #[error("cannot {action} {path}: {source}")]
-    Io {
-        action: &'static str,
-        path: PathBuf,
-        source: io::Error,
-    },
+    Io { action: &'static str, path: PathBuf, source: io::Error },
     #[error(
         "{path}, line {line}: not a JSON object ({reason}); repair or move the file, then resume"
     )]
-    BadLine {
-        path: PathBuf,
-        line: usize,
-        reason: String,
-    },
+    BadLine { path: PathBuf, line: usize, reason: String },
     #[error("a record for {path} cannot be written as a JSON object: {reason}")]
     Record { path: PathBuf, reason: String },
 }
@@ -60,9 +52,7 @@ impl MetricsLog {
         let (mut line, mut number, mut kept, mut dropped) = (Vec::new(), 0, 0u64, 0);
         loop {
             line.clear();
-            let length = lines
-                .read_until(b'\n', &mut line)
-                .map_err(io_error("read", path))?;
+            let length = lines.read_until(b'\n', &mut line).map_err(io_error("read", path))?;
             if length == 0 {
                 break;
             }
@@ -92,15 +82,8 @@ impl MetricsLog {
     }
 
     fn append_to(path: &Path, dropped: usize) -> Result<Self, MetricsError> {
-        let file = OpenOptions::new()
-            .append(true)
-            .open(path)
-            .map_err(io_error("open", path))?;
-        Ok(Self {
-            file,
-            path: path.to_owned(),
-            dropped,
-        })
+        let file = OpenOptions::new().append(true).open(path).map_err(io_error("open", path))?;
+        Ok(Self { file, path: path.to_owned(), dropped })
     }
 
     /// How many records [`MetricsLog::resume`] cut off.
@@ -116,18 +99,13 @@ impl MetricsLog {
     /// Appends one record, a struct or map. Give it an integer field `step`:
     /// that is what a resume goes by. NaN and infinities become `null`.
     pub fn append(&mut self, record: &impl Serialize) -> Result<(), MetricsError> {
-        let bad = |reason: String| MetricsError::Record {
-            path: self.path.clone(),
-            reason,
-        };
+        let bad = |reason: String| MetricsError::Record { path: self.path.clone(), reason };
         let mut line = serde_json::to_vec(record).map_err(|e| bad(e.to_string()))?;
         if line.first() != Some(&b'{') {
             return Err(bad("it is not a struct or map".to_owned()));
         }
         line.push(b'\n');
-        self.file
-            .write_all(&line)
-            .map_err(io_error("write to", &self.path))
+        self.file.write_all(&line).map_err(io_error("write to", &self.path))
     }
 }
 
@@ -155,11 +133,7 @@ fn keep_prefix(path: &Path, length: u64) -> Result<(), MetricsError> {
 
 fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MetricsError {
     let path = path.to_owned();
-    move |source| MetricsError::Io {
-        action,
-        path,
-        source,
-    }
+    move |source| MetricsError::Io { action, path, source }
 }
 
 #[cfg(test)]
@@ -178,11 +152,9 @@ mod tests {
         let mut log = MetricsLog::create(&path).unwrap();
         log.append(&json!({"run": "a"})).unwrap();
         for step in 1..=5u64 {
-            log.append(&json!({"step": step, "loss": 1.0 / step as f64}))
-                .unwrap();
+            log.append(&json!({"step": step, "loss": 1.0 / step as f64})).unwrap();
         }
-        log.append(&json!({"step": 5, "eval_loss": f64::NAN}))
-            .unwrap();
+        log.append(&json!({"step": 5, "eval_loss": f64::NAN})).unwrap();
         log.append(&json!({"done": true})).unwrap();
 
         let mut log = MetricsLog::resume(&path, 3).unwrap();
@@ -192,11 +164,7 @@ mod tests {
         assert_eq!(lines.len(), 5);
         assert_eq!(lines[0], r#"{"run":"a"}"#);
         assert_eq!(lines[4], r#"{"step":4,"loss":9}"#);
-        assert_eq!(
-            std::fs::read_dir(dir.path()).unwrap().count(),
-            1,
-            "no temporary file stays"
-        );
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file stays");
 
         // Nothing to cut: the file is not touched.
         assert_eq!(MetricsLog::resume(&path, 4).unwrap().dropped(), 0);

@@ -90,12 +90,7 @@ impl Schedule {
             }
             Warmup::Ratio(ratio) => return Err(ScheduleError::WarmupRatio(ratio)),
         };
-        Ok(Self {
-            peak,
-            decay,
-            warmup_steps,
-            total_steps,
-        })
+        Ok(Self { peak, decay, warmup_steps, total_steps })
     }
 
     /// Number of optimizer steps before the peak rate.
@@ -139,11 +134,8 @@ mod tests {
     // From transformers 5.24 on a `LambdaLR` with rate 1, 3 warm-up steps of 10.
     #[test]
     fn equals_transformers() {
-        let expected: [(Decay, [f64; 11]); 3] = [
-            (Decay::Cosine, COSINE),
-            (Decay::Linear, LINEAR),
-            (Decay::Constant, CONSTANT),
-        ];
+        let expected: [(Decay, [f64; 11]); 3] =
+            [(Decay::Cosine, COSINE), (Decay::Linear, LINEAR), (Decay::Constant, CONSTANT)];
         for (decay, expected) in expected {
             let ours = rates(decay, Warmup::Steps(3), 10);
             for (step, (a, b)) in ours.iter().zip(expected).enumerate() {
@@ -189,10 +181,7 @@ mod tests {
     #[test]
     fn refuses_nonsense() {
         let new = |peak, warmup| Schedule::new(peak, Decay::Cosine, warmup, 10);
-        assert_eq!(
-            new(-1.0, Warmup::Steps(0)),
-            Err(ScheduleError::PeakRate(-1.0))
-        );
+        assert_eq!(new(-1.0, Warmup::Steps(0)), Err(ScheduleError::PeakRate(-1.0)));
         assert!(new(f64::NAN, Warmup::Steps(0)).is_err());
         assert!(new(f64::INFINITY, Warmup::Steps(0)).is_err());
         assert!(new(1.0, Warmup::Ratio(1.5)).is_err());

@@ -51,10 +51,8 @@ impl EventWriter {
     }
 
     fn open(dir: &Path, now: SystemTime) -> Result<Self, TensorBoardError> {
-        let failed = |path: &Path, source| TensorBoardError::Create {
-            path: path.to_owned(),
-            source,
-        };
+        let failed =
+            |path: &Path, source| TensorBoardError::Create { path: path.to_owned(), source };
         std::fs::create_dir_all(dir).map_err(|e| failed(dir, e))?;
         let seconds = unix_seconds(now) as u64;
         let (host, process) = (host_name(), std::process::id());
@@ -71,11 +69,7 @@ impl EventWriter {
                 Err(e) => return Err(failed(&path, e)),
             }
         };
-        let mut writer = Self {
-            file,
-            path,
-            record: Vec::new(),
-        };
+        let mut writer = Self { file, path, record: Vec::new() };
         let mut event = Vec::new();
         put_double(&mut event, 1, unix_seconds(now));
         put_bytes(&mut event, 3, b"brain.Event:2");
@@ -103,16 +97,12 @@ impl EventWriter {
         // One call for the whole record: a reader sees it entirely or not yet.
         self.file
             .write_all(&self.record)
-            .map_err(|source| TensorBoardError::Write {
-                path: self.path.clone(),
-                source,
-            })
+            .map_err(|source| TensorBoardError::Write { path: self.path.clone(), source })
     }
 }
 
 fn unix_seconds(time: SystemTime) -> f64 {
-    time.duration_since(UNIX_EPOCH)
-        .map_or(0.0, |since| since.as_secs_f64())
+    time.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
 /// The machine's name, reduced to what is safe in a file name.
@@ -195,9 +185,7 @@ fn masked_crc32c(data: &[u8]) -> u32 {
 }
 
 fn crc32c(data: &[u8]) -> u32 {
-    !data.iter().fold(!0u32, |crc, &byte| {
-        CRC_TABLE[usize::from(crc as u8 ^ byte)] ^ (crc >> 8)
-    })
+    !data.iter().fold(!0u32, |crc, &byte| CRC_TABLE[usize::from(crc as u8 ^ byte)] ^ (crc >> 8))
 }
 
 const CRC_TABLE: [u32; 256] = {

@@ -40,7 +40,9 @@ fn folders() -> Vec<PathBuf> {
     match std::fs::read_dir(shared.join("golden")) {
         Ok(entries) => {
             let more = entries.flatten().map(|e| e.path());
-            all.extend(more.filter(|p| p.join("golden.safetensors").exists() && p.join("config.json").exists()));
+            all.extend(more.filter(|p| {
+                p.join("golden.safetensors").exists() && p.join("config.json").exists()
+            }));
         }
         Err(_) => eprintln!("skipped: the golden models outside of the project are not there"),
     }

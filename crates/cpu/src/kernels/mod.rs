@@ -10,6 +10,9 @@
 //! Arguments of the wrong length panic: shapes are the caller's to check.
 //! Kernels share their work through the rayon pool that calls them.
 
+// Loops over lanes and rows index several arrays at once.
+#![allow(clippy::needless_range_loop)]
+
 mod attention;
 mod elem;
 mod elementwise;

@@ -49,8 +49,9 @@ pub fn error<T: Elem>(actual: &[T], expected: &[f64]) -> (f64, usize) {
     let mut worst = (0.0, 0);
     for (i, (a, e)) in actual.iter().zip(expected).enumerate() {
         let d = (a.to_f32() as f64 - e).abs() / scale.max(e.abs());
-        if !(d <= worst.0) {
-            worst = (if d.is_nan() { f64::INFINITY } else { d }, i);
+        let d = if d.is_nan() { f64::INFINITY } else { d };
+        if d > worst.0 {
+            worst = (d, i);
         }
     }
     worst

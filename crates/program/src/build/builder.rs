@@ -46,7 +46,7 @@ pub(super) struct Inputs {
     pub doc_start: TensorId, // (B, T)
     pub start: TensorId,     // (B)
     pub last_rows: TensorId, // (B)
-    pub rope: TensorId,      // (positions, D/2, 2)
+    pub rope: TensorId,      // (positions, 2, D/2)
     pub step: TensorId,      // (8)
 }
 
@@ -115,7 +115,7 @@ impl<'a> Builder<'a> {
             doc_start: resident("doc_start", &[batch, seq], DType::I32),
             start: resident("start", &[batch], DType::I32),
             last_rows: resident("last_rows", &[batch], DType::I32),
-            rope: resident("rope", &[recipe.seq, arch.head_dim / 2, 2], DType::F32),
+            rope: resident("rope", &[recipe.seq, 2, arch.head_dim / 2], DType::F32),
             step: resident("step", &[StepScalars::WORDS], DType::F32),
         };
         let loss = resident("loss", &[1], DType::F32);

@@ -1,0 +1,510 @@
+//! Runs a program at its layout on the CPU.
+//!
+//! [`CpuDevice::run`] is a list of calls: one op, one kernel. Tensors are
+//! ranges of the slab; the checks of `Program::verify` and `Layout::verify`
+//! are what makes handing them out as slices sound.
+
+use half::bf16;
+use plimsoll_arch::DType;
+use plimsoll_plan::{Device, DeviceError, Layout};
+use plimsoll_program::{AttentionShape, Op, OpKind, Program, StepScalars, Target, TensorId, View};
+
+use crate::kernels::{self, Elem, Mat};
+use crate::pool::Pool;
+use crate::slab::Slab;
+
+/// Scratch memory of the kernels, a function of shapes and threads alone.
+pub struct CpuTarget {
+    pub threads: usize,
+}
+
+/// A slab in main memory and the threads that work on it.
+pub struct CpuDevice {
+    slab: Slab,
+    pool: Pool,
+}
+
+impl CpuDevice {
+    /// Starts the threads, then reserves the slab.
+    ///
+    /// # Errors
+    /// The system refuses threads or memory.
+    pub fn new(slab_bytes: u64, threads: usize) -> Result<CpuDevice, DeviceError> {
+        let pool = Pool::new(threads).map_err(|cause| DeviceError::Source(Box::new(cause)))?;
+        // Wake every thread once, so that stacks are there before memory is measured.
+        pool.install(|| crate::pool::for_each(4 * threads, |_| std::thread::yield_now()));
+        Ok(CpuDevice { slab: Slab::reserve(slab_bytes)?, pool })
+    }
+
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+}
+
+impl Device for CpuDevice {
+    fn slab_bytes(&self) -> u64 {
+        self.slab.len() as u64
+    }
+
+    fn upload(
+        &mut self,
+        offset: u64,
+        len: usize,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        // SAFETY: `&mut self` excludes a running program.
+        fill(unsafe { self.slab.slice(offset, len) })
+    }
+
+    fn download(
+        &mut self,
+        offset: u64,
+        len: usize,
+        read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        // SAFETY: as above.
+        read(unsafe { self.slab.slice(offset, len) })
+    }
+
+    fn run(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        section: usize,
+    ) -> Result<(), DeviceError> {
+        let memory = Memory { slab: &self.slab, program, layout };
+        let ops = program.sections[section].ops.clone();
+        self.pool.install(|| {
+            for op in &program.ops[ops] {
+                memory.run(op);
+            }
+        });
+        Ok(())
+    }
+}
+
+/// The tensors of one program, as slices of the slab.
+struct Memory<'a> {
+    slab: &'a Slab,
+    program: &'a Program,
+    layout: &'a Layout,
+}
+
+/// Calls `$body` with `$E` as the element type of the tensor.
+macro_rules! with_elem {
+    ($dtype:expr, $E:ident, $body:expr) => {
+        match $dtype {
+            DType::Bf16 => {
+                type $E = bf16;
+                $body
+            }
+            _ => {
+                type $E = f32;
+                $body
+            }
+        }
+    };
+}
+
+impl<'a> Memory<'a> {
+    /// All elements of a tensor.
+    ///
+    /// Programs are verified: no op reads what it writes except in place, and
+    /// the layout never gives two live tensors the same byte.
+    fn all<T: bytemuck::Pod>(&self, tensor: TensorId) -> &'a mut [T] {
+        let t = self.program.tensor(tensor);
+        debug_assert_eq!(size_of::<T>(), t.dtype.bytes(), "{}", t.name);
+        // SAFETY: see above; one op runs at a time.
+        unsafe { self.slab.slice(self.layout.offset(tensor), t.elements()) }
+    }
+
+    /// The elements from the first to the last of a view.
+    fn view<T: bytemuck::Pod>(&self, view: &View) -> &'a mut [T] {
+        let len = (view.rows - 1) * view.stride + view.cols;
+        &mut self.all::<T>(view.tensor)[view.first()..view.first() + len]
+    }
+
+    fn matrix<T: bytemuck::Pod + Elem>(&self, view: &View) -> Mat<'a, T> {
+        Mat::strided(self.view::<T>(view), view.rows, view.cols, view.stride, 1)
+    }
+
+    fn dtype(&self, tensor: TensorId) -> DType {
+        self.program.tensor(tensor).dtype
+    }
+
+    fn cols(&self, tensor: TensorId) -> usize {
+        self.program.tensor(tensor).cols()
+    }
+
+    fn scalars(&self, step: TensorId) -> StepScalars {
+        StepScalars::from_words(self.all::<f32>(step))
+    }
+
+    /// Second word of a gradient norm: what every gradient is multiplied with.
+    fn clip(&self, norm: Option<TensorId>) -> f32 {
+        norm.map_or(1.0, |n| self.all::<f32>(n)[1])
+    }
+
+    fn run(&self, op: &Op) {
+        let ws: &mut [f32] = match op.workspace {
+            Some(w) => bytemuck::cast_slice_mut(self.all::<u8>(w)),
+            None => &mut [],
+        };
+        let subject = op.kind.subject().expect("every op writes something");
+        match &op.kind {
+            // The optimizer has types of its own for its state.
+            OpKind::AdamW { param, .. } | OpKind::Sgd { param, .. } => {
+                with_elem!(self.dtype(*param), E, self.update::<E>(&op.kind));
+            }
+            // Logits are float32 whatever the weights are.
+            OpKind::Linear { w, y, .. } => {
+                let types = (self.dtype(w.tensor), self.dtype(y.tensor));
+                match types {
+                    (DType::Bf16, DType::Bf16) => self.linear::<bf16, bf16>(&op.kind, ws),
+                    (DType::Bf16, _) => self.linear::<bf16, f32>(&op.kind, ws),
+                    _ => self.linear::<f32, f32>(&op.kind, ws),
+                }
+            }
+            OpKind::GradNorm { grads, norm, max_norm } => {
+                self.grad_norm(grads, *norm, *max_norm);
+            }
+            OpKind::SumLosses { losses, step, total, accumulate } => {
+                let sum: f64 = self.all::<f32>(*losses).iter().map(|x| f64::from(*x)).sum();
+                let total = &mut self.all::<f32>(*total)[0];
+                let scaled = (sum * f64::from(self.scalars(*step).loss_scale)) as f32;
+                *total = if *accumulate { *total + scaled } else { scaled };
+            }
+            OpKind::CrossEntropy { logits, .. } => {
+                with_elem!(self.dtype(*logits), E, self.model_op::<E>(&op.kind, ws));
+            }
+            kind => with_elem!(self.dtype(subject), E, self.model_op::<E>(kind, ws)),
+        }
+    }
+}
+
+impl Memory<'_> {
+    /// y = x w^T, on its own or onto `add`.
+    fn linear<E: Elem + bytemuck::Pod, Y: Elem + bytemuck::Pod>(
+        &self,
+        op: &OpKind,
+        ws: &mut [f32],
+    ) {
+        let OpKind::Linear { x, w, bias, add, y } = op else { unreachable!("called for Linear") };
+        let out = self.view::<Y>(y);
+        if let Some(add) = add {
+            copy_rows(self.view::<Y>(add), add.stride, out, y);
+        }
+        let bias = bias.map(|b| &*self.all::<E>(b));
+        let dense = x.stride == x.cols && w.stride == w.cols && y.stride == y.cols;
+        if y.rows <= kernels::SKINNY_ROWS && dense {
+            let sizes = (y.rows, y.cols, x.cols);
+            let (x, w) = (self.view::<E>(x), self.view::<E>(w));
+            kernels::linear_skinny(x, w, bias, out, sizes, add.is_some(), ws);
+        } else {
+            let (x, w) = (self.matrix::<E>(x), self.matrix::<E>(w));
+            kernels::gemm(x, w.t(), out, y.stride, bias, add.is_some(), ws);
+        }
+    }
+
+    /// Everything whose operands all have the type of the weights.
+    fn model_op<E: Elem + bytemuck::Pod>(&self, op: &OpKind, ws: &mut [f32]) {
+        match op {
+            OpKind::Embed { ids, table, out } => {
+                let c = self.cols(*table);
+                kernels::embed(self.all(*ids), self.all::<E>(*table), self.all::<E>(*out), c);
+            }
+            OpKind::EmbedBackward { ids, d_x, d_table, accumulate } => {
+                let (d_x, c) = (self.all::<E>(*d_x), self.cols(*d_table));
+                kernels::embed_backward(
+                    self.all(*ids),
+                    d_x,
+                    self.all::<E>(*d_table),
+                    c,
+                    !accumulate,
+                );
+            }
+            OpKind::RmsNorm { x, weight, out, rstd, eps } => {
+                let (x, weight) = (self.all::<E>(*x), self.all::<E>(*weight));
+                kernels::rms_norm_forward(x, weight, self.all::<E>(*out), self.all(*rstd), *eps);
+            }
+            OpKind::RmsNormBackward {
+                d_out,
+                x,
+                weight,
+                rstd,
+                d_x,
+                overwrite,
+                d_weight,
+                accumulate,
+            } => kernels::rms_norm_backward(
+                self.all::<E>(*d_out),
+                self.all::<E>(*x),
+                self.all::<E>(*weight),
+                self.all(*rstd),
+                self.all::<E>(*d_x),
+                !overwrite,
+                Some(self.all::<E>(*d_weight)),
+                *accumulate,
+                ws,
+            ),
+            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate } => {
+                let (d_y, w) = (self.matrix::<E>(d_y), self.matrix::<E>(w));
+                kernels::gemm(d_y, w, self.view::<E>(d_x), d_x.stride, None, *accumulate, ws);
+            }
+            OpKind::LinearBackwardWeight { d_y, x, d_w, accumulate } => {
+                let (d_y, x) = (self.matrix::<E>(d_y), self.matrix::<E>(x));
+                kernels::gemm(d_y.t(), x, self.view::<E>(d_w), d_w.stride, None, *accumulate, ws);
+            }
+            OpKind::BiasBackward { d_y, d_bias, accumulate } => {
+                kernels::bias_backward(
+                    self.all::<E>(*d_y),
+                    self.all::<E>(*d_bias),
+                    *accumulate,
+                    ws,
+                );
+            }
+            OpKind::HeadNorm { qkv_raw, q_weight, k_weight, qkv, rstd, shape, eps } => {
+                kernels::head_norm_forward(
+                    self.all::<E>(*qkv_raw),
+                    self.all::<E>(*q_weight),
+                    self.all::<E>(*k_weight),
+                    self.all::<E>(*qkv),
+                    self.all(*rstd),
+                    (shape.heads, shape.kv_heads, shape.head_dim),
+                    *eps,
+                );
+            }
+            OpKind::HeadNormBackward {
+                d_qkv,
+                qkv_raw,
+                q_weight,
+                k_weight,
+                rstd,
+                d_q_weight,
+                d_k_weight,
+                shape,
+                accumulate,
+            } => kernels::head_norm_backward(
+                self.all::<E>(*d_qkv),
+                self.all::<E>(*qkv_raw),
+                self.all::<E>(*q_weight),
+                self.all::<E>(*k_weight),
+                self.all(*rstd),
+                Some(self.all::<E>(*d_q_weight)),
+                Some(self.all::<E>(*d_k_weight)),
+                *accumulate,
+                (shape.heads, shape.kv_heads, shape.head_dim),
+                ws,
+            ),
+            OpKind::Rope { qkv, positions, table, shape, inverse } => {
+                let heads = (shape.heads, shape.kv_heads, shape.head_dim);
+                let (positions, table) = (self.all(*positions), self.all(*table));
+                kernels::rope(self.all::<E>(*qkv), positions, table, heads, *inverse);
+            }
+            OpKind::Attention { qkv, doc_start, out, lse, shape } => kernels::attention_forward(
+                self.all::<E>(*qkv),
+                self.all::<E>(*out),
+                self.all(*lse),
+                self.all(*doc_start),
+                &heads(shape),
+                ws,
+            ),
+            OpKind::AttentionBackward { qkv, doc_start, out, lse, d_out, d_qkv, shape } => {
+                kernels::attention_backward(
+                    self.all::<E>(*qkv),
+                    self.all::<E>(*out),
+                    self.all::<E>(*d_out),
+                    self.all(*lse),
+                    self.all(*doc_start),
+                    self.all::<E>(*d_qkv),
+                    &heads(shape),
+                    ws,
+                );
+            }
+            OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, .. } => {
+                kernels::attention_cached(
+                    self.all::<E>(*qkv),
+                    self.all::<E>(*k_cache),
+                    self.all::<E>(*v_cache),
+                    self.all(*start),
+                    self.all::<E>(*out),
+                    &heads(shape),
+                    ws,
+                );
+            }
+            OpKind::SwiGlu { gate_up, act } => {
+                let i = self.cols(*act);
+                kernels::swiglu_forward(self.all::<E>(*gate_up), self.all::<E>(*act), i);
+            }
+            OpKind::SwiGluBackward { gate_up, d_act } => {
+                let i = self.cols(*d_act);
+                kernels::swiglu_backward_in_place(
+                    self.all::<E>(*gate_up),
+                    self.all::<E>(*d_act),
+                    i,
+                );
+            }
+            OpKind::CrossEntropy { logits, labels, losses, step, row, backward } => {
+                let t = self.program.tensor(*logits);
+                let (rows, vocab) = (t.rows(), t.cols());
+                let labels = &self.all::<i32>(*labels)[*row..row + rows];
+                let losses = &mut self.all::<f32>(*losses)[*row..row + rows];
+                let logits = self.all::<E>(*logits);
+                if *backward {
+                    let scale = self.scalars(*step).loss_scale;
+                    kernels::cross_entropy(logits, labels, losses, scale, vocab);
+                } else {
+                    kernels::cross_entropy_loss(logits, labels, losses, vocab);
+                }
+            }
+            OpKind::GatherRows { x, rows, out } => {
+                let (c, x) = (self.cols(*x), self.all::<E>(*x));
+                let rows = self.all::<i32>(*rows);
+                for (out, row) in self.all::<E>(*out).chunks_exact_mut(c).zip(rows) {
+                    out.copy_from_slice(&x[*row as usize * c..][..c]);
+                }
+            }
+            OpKind::Linear { .. }
+            | OpKind::SumLosses { .. }
+            | OpKind::GradNorm { .. }
+            | OpKind::AdamW { .. }
+            | OpKind::Sgd { .. } => unreachable!("handled by `run`"),
+        }
+    }
+
+    /// norm[0] = the global norm, norm[1] = the factor that clips to `max_norm`.
+    fn grad_norm(&self, grads: &[TensorId], norm: TensorId, max_norm: Option<f32>) {
+        let mut squares = 0.0f64;
+        for grad in grads {
+            squares +=
+                with_elem!(self.dtype(*grad), E, kernels::sum_of_squares(self.all::<E>(*grad)));
+        }
+        let total = squares.sqrt();
+        let norm = self.all::<f32>(norm);
+        norm[0] = total as f32;
+        // torch's `clip_grad_norm_` adds 1e-6 to the norm before it divides.
+        norm[1] = max_norm.map_or(1.0, |max| (f64::from(max) / (total + 1e-6)).min(1.0)) as f32;
+    }
+
+    fn update<P: Elem + bytemuck::Pod>(&self, op: &OpKind) {
+        match op {
+            OpKind::AdamW {
+                param,
+                grad,
+                m,
+                v,
+                step,
+                norm,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                stream,
+            } => {
+                let scalars = self.scalars(*step);
+                let hyper = kernels::AdamW {
+                    lr: scalars.learning_rate,
+                    beta1: *beta1,
+                    beta2: *beta2,
+                    eps: *eps,
+                    weight_decay: *weight_decay,
+                    bias_correction1: scalars.bias_correction1,
+                    bias_correction2: scalars.bias_correction2,
+                    grad_scale: self.clip(*norm),
+                };
+                let rounding = rounding(&scalars, *stream);
+                let (p, g) = (self.all::<P>(*param), self.all::<P>(*grad));
+                with_elem!(
+                    self.dtype(*m),
+                    S,
+                    kernels::adamw(p, g, self.all::<S>(*m), self.all::<S>(*v), &hyper, rounding)
+                );
+            }
+            OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
+                let scalars = self.scalars(*step);
+                let rates = (scalars.learning_rate, *weight_decay, self.clip(*norm));
+                let rounding = rounding(&scalars, *stream);
+                let (p, g) = (self.all::<P>(*param), self.all::<P>(*grad));
+                let dtype = velocity.map_or(DType::F32, |v| self.dtype(v));
+                with_elem!(dtype, S, {
+                    // A velocity starts at zero, so the first step needs no case of its own.
+                    let velocity = velocity.map(|v| (self.all::<S>(v), *momentum, false));
+                    kernels::sgd(p, g, velocity, rates, rounding);
+                });
+            }
+            _ => unreachable!("called for optimizers"),
+        }
+    }
+}
+
+/// Random bits of one parameter in one step.
+fn rounding(scalars: &StepScalars, stream: u32) -> kernels::Rounding {
+    kernels::Rounding::new(scalars.seed ^ u64::from(stream).wrapping_mul(0xd1b5_4a32_d192_ed03))
+}
+
+fn heads(shape: &AttentionShape) -> kernels::AttentionShape {
+    kernels::AttentionShape {
+        batch: shape.batch,
+        tokens: shape.seq,
+        heads: shape.heads,
+        kv_heads: shape.kv_heads,
+        head_dim: shape.head_dim,
+        window: shape.window,
+        scale: shape.scale(),
+    }
+}
+
+/// Copies the rows of a view into another of the same size.
+fn copy_rows<T: Copy>(from: &[T], from_stride: usize, to: &mut [T], view: &View) {
+    if from_stride == view.cols && view.stride == view.cols {
+        to.copy_from_slice(from);
+        return;
+    }
+    for (to, from) in to.chunks_mut(view.stride).zip(from.chunks(from_stride)) {
+        to[..view.cols].copy_from_slice(&from[..view.cols]);
+    }
+}
+
+impl Target for CpuTarget {
+    fn workspace_bytes(&self, op: &OpKind, program: &Program) -> u64 {
+        let t = |id: &TensorId| program.tensor(*id);
+        let is_f32 = |v: &View| program.tensor(v.tensor).dtype == DType::F32;
+        let product = |m, n, k, c: &View| kernels::gemm_workspace(m, n, k, is_f32(c));
+        let floats = match op {
+            OpKind::Linear { x, w, y, .. } => {
+                let dense = x.stride == x.cols && w.stride == w.cols && y.stride == y.cols;
+                if y.rows <= kernels::SKINNY_ROWS && dense {
+                    kernels::linear_skinny_workspace(y.rows, x.cols)
+                } else {
+                    product(y.rows, y.cols, x.cols, y)
+                }
+            }
+            OpKind::LinearBackwardInput { d_y, d_x, .. } => {
+                product(d_x.rows, d_x.cols, d_y.cols, d_x)
+            }
+            OpKind::LinearBackwardWeight { d_y, x, d_w, .. } => {
+                product(d_y.cols, x.cols, x.rows, d_w)
+            }
+            OpKind::BiasBackward { d_y, d_bias, .. } => {
+                kernels::bias_backward_workspace(t(d_y).rows(), t(d_bias).elements())
+            }
+            OpKind::RmsNormBackward { x, .. } => {
+                kernels::rms_norm_backward_workspace(t(x).rows(), t(x).cols())
+            }
+            OpKind::HeadNormBackward { d_qkv, shape, .. } => {
+                kernels::head_norm_backward_workspace(t(d_qkv).rows(), shape.head_dim)
+            }
+            OpKind::Attention { shape, .. } => {
+                kernels::attention_forward_workspace(&heads(shape), self.threads)
+            }
+            OpKind::AttentionBackward { shape, .. } => {
+                kernels::attention_backward_workspace(&heads(shape), self.threads)
+            }
+            OpKind::AttentionCached { shape, capacity, .. } => {
+                kernels::attention_cached_workspace(&heads(shape), *capacity, self.threads)
+            }
+            _ => 0,
+        };
+        (floats * size_of::<f32>()) as u64
+    }
+}

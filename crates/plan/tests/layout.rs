@@ -1,0 +1,80 @@
+//! The layout of real models: close to the lower bound, and nobody overlaps.
+
+use std::time::Instant;
+
+use plimsoll_arch::{Architecture, DType, preset};
+use plimsoll_plan::{lay_out, lay_out_together};
+use plimsoll_program::{NoWorkspace, Recipe, Recompute, RecomputePlan, build};
+
+fn arch(name: &str) -> Architecture {
+    preset(name).unwrap()
+}
+
+#[test]
+fn slabs_are_within_two_percent_of_the_bytes_that_live_at_once() {
+    let models =
+        ["smollm2-135m", "qwen1.5-0.5b", "tinyllama-1.1b", "qwen3-8b", "llama-3-8b", "llama-3-70b"];
+    for model in models {
+        let arch = arch(model);
+        for level in Recompute::ALL {
+            for (fused, accumulate) in [(false, 1), (false, 4), (true, 1)] {
+                let recipe = Recipe {
+                    recompute: RecomputePlan::uniform(level),
+                    optimizer_in_backward: fused,
+                    max_grad_norm: if fused { None } else { Some(1.0) },
+                    accumulate,
+                    ..Recipe::full(DType::Bf16, 4, 2048)
+                };
+                let start = Instant::now();
+                let program = build::train(&arch, &recipe, &NoWorkspace).unwrap();
+                let built = start.elapsed();
+                let layout = lay_out(&program);
+                let took = start.elapsed();
+                program.verify().unwrap();
+                layout.verify(&program).unwrap();
+                println!(
+                    "{model:15} {:6} fused {fused:5} accumulate {accumulate}: slab {:.2} GiB, {:+.3} %, {} tensors, built in {built:?}, planned in {took:?}",
+                    level.name(),
+                    layout.slab_bytes as f64 / (1u64 << 30) as f64,
+                    layout.fragmentation() * 100.0,
+                    program.tensors.len(),
+                );
+                assert!(layout.fragmentation() < 0.02, "{}", layout.fragmentation());
+                assert!(layout.slab_bytes >= layout.lower_bound);
+            }
+        }
+    }
+}
+
+#[test]
+fn evaluation_fits_into_the_slab_of_training() {
+    let arch = arch("smollm2-135m");
+    let recipe = Recipe::full(DType::F32, 4, 256);
+    let train = build::train(&arch, &recipe, &NoWorkspace).unwrap();
+    let evaluate = build::evaluate(&arch, &recipe, &NoWorkspace).unwrap();
+    evaluate.verify().unwrap();
+    let alone = lay_out(&train);
+    let layouts = lay_out_together(&[&train, &evaluate]).unwrap();
+    for layout in &layouts {
+        assert_eq!(layout.slab_bytes, alone.slab_bytes);
+    }
+    for name in ["layers.3.attn.qkv", "embed_tokens", "step"] {
+        let (a, b) = (train.find(name).unwrap(), evaluate.find(name).unwrap());
+        assert_eq!(layouts[0].offset(a), layouts[1].offset(b), "{name}");
+    }
+    layouts[1].verify(&evaluate).unwrap();
+}
+
+#[test]
+fn prefill_and_decode_share_weights_and_caches() {
+    let arch = arch("qwen3-0.6b");
+    let recipe = Recipe::infer(DType::F32, 2, 128);
+    let prefill = build::infer(&arch, &recipe, 64, &NoWorkspace).unwrap();
+    let decode = build::infer(&arch, &recipe, 1, &NoWorkspace).unwrap();
+    prefill.verify().unwrap();
+    decode.verify().unwrap();
+    let layouts = lay_out_together(&[&prefill, &decode]).unwrap();
+    let (a, b) =
+        (prefill.find("layers.0.k_cache").unwrap(), decode.find("layers.0.k_cache").unwrap());
+    assert_eq!(layouts[0].offset(a), layouts[1].offset(b));
+}

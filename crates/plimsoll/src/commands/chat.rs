@@ -1,0 +1,79 @@
+//! `plimsoll chat`: talk to a model.
+
+use std::io::{BufRead, Write};
+
+use clap::Args;
+use plimsoll_text::Message;
+
+use crate::commands::generate::{Loaded, SamplingArgs};
+use crate::exit::{Outcome, Stop};
+use crate::model_source::open_model;
+use crate::units;
+
+#[derive(Debug, Args)]
+pub struct ChatArgs {
+    /// A model directory, a .gguf file, or org/name in the local hub cache.
+    #[arg(long)]
+    pub model: String,
+    /// What the model is told before the conversation.
+    #[arg(long)]
+    pub system: Option<String>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+}
+
+/// Positions of the KV cache where the user names none.
+const CONTEXT: usize = 4096;
+
+pub fn run(args: &ChatArgs) -> Outcome {
+    let model = open_model(&args.model)?;
+    let context = args.sampling.context.unwrap_or(CONTEXT.min(model.arch.max_position_embeddings));
+    let mut loaded = Loaded::new(&model, context, args.sampling.precision)?;
+    eprintln!(
+        "{}: {} in memory, context of {context} tokens; chat template: {}. An empty line or \
+         Ctrl-D ends.",
+        model.arch.name,
+        units::bytes(loaded.plan.slab_bytes()),
+        model.template.reason
+    );
+    let mut sampler = args.sampling.sampler()?;
+    let stop_ids = model.stop_ids();
+    let mut messages: Vec<Message> = args.system.iter().map(Message::system).collect();
+    let mut generator = loaded.generator();
+    let mut lines = std::io::stdin().lock().lines();
+    loop {
+        eprint!("> ");
+        let line = match lines.next() {
+            Some(Ok(line)) if !line.trim().is_empty() => line,
+            Some(Err(error)) => return Err(Stop::Input(format!("standard input: {error}"))),
+            _ => return Ok(()),
+        };
+        messages.push(Message::user(line));
+        let text = model.template.template.render(&messages, true).map_err(Stop::input)?;
+        let prompt = model.tokenizer.encode(&text, false).map_err(Stop::input)?;
+        let mut decoder = model.tokenizer.stream_after(&prompt, true);
+        let mut answer = String::new();
+        let generated = generator.generate(
+            &prompt,
+            args.sampling.max_new_tokens,
+            &stop_ids,
+            &mut sampler,
+            |id| {
+                let piece = decoder.push(id);
+                print!("{piece}");
+                answer.push_str(&piece);
+                std::io::stdout().flush().is_ok()
+            },
+        );
+        let generation = generated.map_err(Stop::input)?;
+        let rest = decoder.finish();
+        println!("{rest}");
+        answer.push_str(&rest);
+        messages.push(Message::assistant(answer));
+        eprintln!(
+            "[{} tokens, {:.1} tokens/s]",
+            generation.new_ids.len(),
+            generation.tokens_per_second()
+        );
+    }
+}

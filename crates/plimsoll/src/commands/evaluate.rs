@@ -1,0 +1,64 @@
+//! `plimsoll evaluate`: loss and perplexity of a model on data.
+
+use clap::Args;
+use plimsoll_cpu::{CpuDevice, CpuTarget};
+use plimsoll_model::{init_state, load_weights};
+use plimsoll_program::Recipe;
+use plimsoll_train::{Session, TrainPlan, evaluate};
+use serde_json::json;
+
+use crate::data_args::DataArgs;
+use crate::exit::{Outcome, Stop};
+use crate::model_source::open_model;
+use crate::recipe_args::Precision;
+use crate::{Format, units};
+
+#[derive(Debug, Args)]
+pub struct EvaluateArgs {
+    /// A model directory, a .gguf file, or org/name in the local hub cache.
+    #[arg(long)]
+    pub model: String,
+    #[command(flatten)]
+    pub data: DataArgs,
+    #[arg(long, default_value_t = 1)]
+    pub batch: usize,
+    /// Tokens in a sequence [default: 1024, or what the model was made for]
+    #[arg(long)]
+    pub seq: Option<usize>,
+    #[arg(long, value_enum, default_value = "f32")]
+    pub precision: Precision,
+}
+
+pub fn run(args: &EvaluateArgs) -> Outcome {
+    let (format, _) = args.data.formats()?;
+    let model = open_model(&args.model)?;
+    let checkpoint = model.weights()?;
+    let seq = args.seq.unwrap_or(model.arch.max_position_embeddings.min(1024));
+    let recipe = Recipe::full(args.precision.dtype(), args.batch, seq);
+    let target = CpuTarget { threads: crate::threads() };
+    let plan = TrainPlan::for_evaluation(&model.arch, &recipe, &target).map_err(Stop::input)?;
+    let rows = args.data.rows(&model, args.batch, seq, 0)?.train;
+    let mut device = CpuDevice::new(plan.slab_bytes(), crate::threads())?;
+    let (program, layout) = (&plan.evaluate, &plan.evaluate_layout);
+    init_state(&mut device, program, layout, &model.arch)?;
+    load_weights(&mut device, program, layout, &model.arch, checkpoint)?;
+    let mut session = Session { plan: &plan, device: &mut device };
+    let (loss, tokens) = evaluate(&mut session, &rows)?;
+    match format {
+        Format::Json => println!(
+            "{}",
+            json!({
+                "loss": loss,
+                "perplexity": loss.exp(),
+                "tokens": tokens,
+                "peak_bytes": plan.slab_bytes(),
+            })
+        ),
+        Format::Table => println!(
+            "loss {loss:.4}, perplexity {:.3} over {tokens} tokens, in {}",
+            loss.exp(),
+            units::bytes(plan.slab_bytes())
+        ),
+    }
+    Ok(())
+}

@@ -1,0 +1,11 @@
+//! One file a command.
+
+pub mod chat;
+pub mod evaluate;
+pub mod generate;
+pub mod inspect;
+pub mod plan;
+pub mod point;
+pub mod report;
+pub mod sweep;
+pub mod train;

@@ -1,0 +1,106 @@
+//! `plimsoll plan`: the ledger, before anything runs.
+
+use clap::Args;
+use plimsoll_plan::PlanReport;
+use plimsoll_program::Method;
+
+use crate::exit::{Outcome, Stop};
+use crate::model_source::open_architecture;
+use crate::planning::Planner;
+use crate::recipe_args::{MethodArg, Precision, RecipeArgs};
+use crate::{Format, units};
+
+#[derive(Debug, Args)]
+pub struct PlanArgs {
+    /// A preset (llama-3-8b), a model directory, a .gguf file, or org/name.
+    #[arg(long)]
+    pub model: String,
+    #[command(flatten)]
+    pub recipe: RecipeArgs,
+    /// A GPU of the catalogue (h200, a100-80, rtx-4090); without one, this machine's CPU.
+    #[arg(long)]
+    pub gpu: Option<String>,
+    /// Memory to fit in: bytes, or with a unit such as 80GiB.
+    #[arg(long, value_parser = units::parse_bytes)]
+    pub memory: Option<u64>,
+    #[arg(long, value_enum, default_value = "table")]
+    pub format: Format,
+}
+
+pub fn run(args: &PlanArgs) -> Outcome {
+    let arch = open_architecture(&args.model)?;
+    let planner = match &args.gpu {
+        Some(name) => Planner::gpu(name, args.memory)?,
+        None => Planner::cpu(crate::threads(), args.memory),
+    };
+    let default = if args.gpu.is_some() { Precision::Bf16 } else { Precision::F32 };
+    let mut recipe = args.recipe.recipe(&arch, default)?;
+    if args.recipe.recompute_is_auto() && args.recipe.method == MethodArg::Full {
+        recipe = planner.with_least_recompute(&arch, &recipe)?;
+    }
+    let planned = planner.plan(&arch, &recipe)?;
+    match args.format {
+        Format::Json => {
+            let json = serde_json::to_string_pretty(&planned.report);
+            println!("{}", json.map_err(|e| Stop::Failed(e.to_string()))?);
+        }
+        Format::Table => {
+            print!("{}", table(&planned.report));
+            let context = if recipe.method == Method::Infer { "context" } else { "seq" };
+            println!(
+                "batch {}, {context} {}, {}, recompute {}",
+                recipe.batch, recipe.seq, recipe.precision, recipe.recompute
+            );
+        }
+    }
+    planned.must_fit(&planner, &arch, &recipe)
+}
+
+/// The ledger as a table; GiB and MiB are binary.
+pub fn table(report: &PlanReport) -> String {
+    let mut text = format!(
+        "{}: {} parameters, {} trained\n\n",
+        report.model,
+        units::count(report.parameters),
+        units::count(report.trainable_parameters)
+    );
+    let mut row = |name: &str, bytes: u64| {
+        text.push_str(&format!("  {name:<28}{:>14}\n", units::bytes(bytes)));
+    };
+    let mut alive = 0;
+    for (class, bytes) in &report.by_class {
+        let bytes = bytes.as_u64().unwrap_or(0);
+        alive += bytes;
+        row(&class.replace('_', " "), bytes);
+    }
+    row("layout gaps", report.peak_bytes - alive.min(report.peak_bytes));
+    row("= slab", report.peak_bytes);
+    if report.overhead_bytes > 0 {
+        row("driver, outside the slab", report.overhead_bytes);
+    }
+    if report.host_bytes > 0 {
+        row("pinned host memory", report.host_bytes);
+    }
+    if let (Some(memory), Some(free)) = (report.memory_bytes, report.free_bytes) {
+        row("memory", memory);
+        let word = if free < 0 { "missing" } else { "free" };
+        row(word, free.unsigned_abs());
+    }
+    text.push_str(&format!(
+        "\nThe most is alive at `{}`; the slab is {:.2} % above it. Largest there:\n",
+        report.peak_at,
+        report.fragmentation * 100.0
+    ));
+    for live in report.largest.iter().take(6) {
+        text.push_str(&format!("  {:<28}{:>14}\n", live.name, units::bytes(live.bytes)));
+    }
+    text.push_str(&format!(
+        "\n{} a step on {}, {:.0} tokens/s, {:.2} TFLOP a step, bound by {}\n",
+        units::seconds(report.step_seconds),
+        report.device,
+        report.tokens_per_second,
+        report.flops_per_step / 1e12,
+        report.bottleneck
+    ));
+    text
+}

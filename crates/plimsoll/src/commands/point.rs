@@ -1,0 +1,129 @@
+//! One point of a sweep: plan, refuse or run, and say what the kernel saw.
+//!
+//! Hidden from the help: `plimsoll sweep` starts it in a fresh process.
+
+use std::time::Instant;
+
+use clap::Args;
+use plimsoll_cpu::CpuDevice;
+use plimsoll_measure::{Resident, peak, reset_peak};
+use plimsoll_model::{init_state, init_weights, load_weights};
+use plimsoll_plan::{cpu_profile, schedule};
+use plimsoll_train::{Batches, MicroBatch, PackedBatches, Session, TrainPlan};
+use serde_json::{Value, json};
+
+use crate::data_args::DataArgs;
+use crate::exit::{Outcome, Stop};
+use crate::model_source::open_model;
+use crate::recipe_args::{Precision, RecipeArgs};
+use crate::units;
+
+#[derive(Clone, Debug, Args)]
+pub struct PointArgs {
+    /// A preset, a model directory, a .gguf file, or org/name.
+    #[arg(long, default_value = "plimsoll-tiny")]
+    pub model: String,
+    #[command(flatten)]
+    pub recipe: RecipeArgs,
+    #[command(flatten)]
+    pub data: DataArgs,
+    /// Timed optimizer steps at each point.
+    #[arg(long, default_value_t = 30)]
+    pub iterations: usize,
+    /// Steps before the clock starts.
+    #[arg(long, default_value_t = 2)]
+    pub warmup: usize,
+    /// Memory that a point may take [default: the machine's]
+    #[arg(long, value_parser = units::parse_bytes)]
+    pub memory_limit: Option<u64>,
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+}
+
+pub fn run(args: &PointArgs) -> Outcome {
+    let model = open_model(&args.model)?;
+    let recipe = args.recipe.recipe(&model.arch, Precision::F32)?;
+    let threads = crate::threads();
+    let target = plimsoll_cpu::CpuTarget { threads };
+    let plan = TrainPlan::new(&model.arch, &recipe, &target).map_err(Stop::input)?;
+    let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?.train;
+    let planned = plan.slab_bytes();
+    let machine = plimsoll_measure::machine_memory_limit().map_err(Stop::input)?;
+    let profile = cpu_profile(threads, machine);
+    let planned_seconds = schedule(&plan.train, recipe.precision, &profile).step_seconds;
+
+    let limit = args.memory_limit.unwrap_or(machine);
+    let resident = Resident::now().map_err(Stop::input)?;
+    if planned.saturating_add(resident.rss) > limit {
+        println!("{}", json!({ "planned_bytes": planned, "planned_seconds": planned_seconds }));
+        return Err(Stop::DoesNotFit(format!(
+            "the plan needs {} and the process {}, of {}",
+            units::bytes(planned),
+            units::bytes(resident.rss),
+            units::bytes(limit)
+        )));
+    }
+
+    return_free_memory();
+    reset_peak().map_err(Stop::input)?;
+    let before = Resident::now().map_err(Stop::input)?.rss;
+    let mut device = CpuDevice::new(planned, threads)?;
+    let (program, layout) = (&plan.train, &plan.train_layout);
+    init_state(&mut device, program, layout, &model.arch)?;
+    match &model.checkpoint {
+        Some(checkpoint) => load_weights(&mut device, program, layout, &model.arch, checkpoint)?,
+        None => init_weights(&mut device, program, layout, &model.arch, args.seed)?,
+    }
+    let mut session = Session { plan: &plan, device: &mut device };
+    let (loss, times) = measure(&mut session, &rows, args)?;
+    let measured = peak().map_err(Stop::input)?.saturating_sub(before);
+
+    let median = times[times.len() / 2];
+    let tokens = (recipe.batch * recipe.seq * recipe.accumulate) as f64;
+    let result: Value = json!({
+        "planned_bytes": planned,
+        "measured_bytes": measured,
+        "peak_allocated_bytes": plan.train_layout.lower_bound,
+        "peak_reserved_bytes": planned,
+        "iterations_per_second": 1.0 / median,
+        "tokens_per_second": tokens / median,
+        "seconds_per_iteration": median,
+        "planned_seconds": planned_seconds,
+        "memory_limit_bytes": limit,
+        "loss": loss,
+    });
+    println!("{result}");
+    Ok(())
+}
+
+/// Runs the warm-up and the timed steps; the last loss, and sorted seconds.
+fn measure(
+    session: &mut Session,
+    rows: &PackedBatches,
+    args: &PointArgs,
+) -> Result<(f32, Vec<f64>), Stop> {
+    let accumulate = session.plan.recipe.accumulate as u64;
+    let mut times = Vec::with_capacity(args.iterations.max(1));
+    let mut loss = f32::NAN;
+    for step in 0..(args.warmup + args.iterations.max(1)) as u64 {
+        let first = step * accumulate;
+        let batches: Vec<_> = (first..first + accumulate).map(|n| rows.batch(n)).collect();
+        let micro: Vec<_> = batches.iter().map(MicroBatch::from).collect();
+        let started = Instant::now();
+        loss = session.train(&micro, 1e-4, step + 1, args.seed)?.loss;
+        if step >= args.warmup as u64 {
+            times.push(started.elapsed().as_secs_f64());
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    Ok((loss, times))
+}
+
+/// Gives freed heap memory back to the kernel, so that what follows is new.
+fn return_free_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: no preconditions.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}

@@ -1,0 +1,192 @@
+//! `plimsoll sweep`: planned beside measured, point by point.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use plimsoll_measure::{Launch, Point, RunError, Status, Sweep, Vary, run_point};
+use plimsoll_report::{Options, Report, Series, render};
+use serde_json::{Map, Value, json};
+
+use crate::commands::point::PointArgs;
+use crate::exit::{Outcome, Stop};
+use crate::{Format, interrupt};
+
+#[derive(Debug, Args)]
+pub struct SweepArgs {
+    /// What changes from point to point: batch=1.. , batch=1,2,4 or seq=128..2048:128.
+    #[arg(long, default_value = "batch=1..6")]
+    pub vary: Vec<String>,
+    /// Folder of points.jsonl, the logs and report.html; the same command continues there.
+    #[arg(long, default_value = "out/sweep")]
+    pub out: PathBuf,
+    /// Seconds after which a point is given up.
+    #[arg(long)]
+    pub timeout: Option<u64>,
+    #[arg(long, value_enum, default_value = "table")]
+    pub format: Format,
+    #[command(flatten)]
+    pub point: PointArgs,
+}
+
+/// Options of this command that a point does not know.
+const OWN_OPTIONS: [&str; 4] = ["--vary", "--out", "--timeout", "--format"];
+
+pub fn run(args: &SweepArgs) -> Outcome {
+    let mut axes = Vec::new();
+    for text in &args.vary {
+        axes.push(Vary::parse(text).map_err(Stop::input)?);
+    }
+    if let Some(axis) = axes.iter().find(|a| !["batch", "seq", "accumulate"].contains(&a.name())) {
+        return Err(Stop::Input(format!(
+            "--vary {}: a sweep can vary batch, seq or accumulate",
+            axis.name()
+        )));
+    }
+    let mut sweep = Sweep::open(&args.out, &settings(args), axes).map_err(Stop::input)?;
+    if let Some(torn) = sweep.repaired() {
+        eprintln!("{torn}");
+    }
+    let stop = interrupt::flag();
+    let table = args.format == Format::Table;
+    if table {
+        println!("{}", header());
+        for point in sweep.points() {
+            println!("{}", line(point));
+        }
+    }
+    let program = std::env::current_exe()
+        .map_err(|e| Stop::Failed(format!("cannot find this program's own file: {e}")))?;
+    while let Some(point) = sweep.next_point() {
+        let mut launch = Launch::new(program.clone(), sweep.log_path(&point));
+        launch.args = point_arguments(&point);
+        launch.timeout = args.timeout.map(Duration::from_secs);
+        launch.memory_limit = args.point.memory_limit;
+        let outcome = match run_point(&launch, stop) {
+            Ok(outcome) => outcome,
+            Err(error @ RunError::Interrupted) => return Err(Stop::Failed(error.to_string())),
+            Err(error) => return Err(Stop::input(error)),
+        };
+        let bad_input = outcome.status == Status::Failed && sweep.points().is_empty();
+        let message = outcome.message.clone().unwrap_or_default();
+        if bad_input {
+            // The first point shows whether the recipe makes sense at all.
+            return Err(Stop::Input(message));
+        }
+        sweep.record(outcome.into_point(point)).map_err(Stop::input)?;
+        if let (true, Some(point)) = (table, sweep.points().last()) {
+            println!("{}", line(point));
+        }
+    }
+    let report = write_report(args)?;
+    match args.format {
+        Format::Json => {
+            println!("{}", json!({ "points": sweep.points(), "conclusions": report.conclusions }));
+        }
+        Format::Table => {
+            println!();
+            for sentence in &report.conclusions {
+                println!("{sentence}");
+            }
+            println!("{}", args.out.join("report.html").display());
+        }
+    }
+    Ok(())
+}
+
+fn write_report(args: &SweepArgs) -> Result<Report, Stop> {
+    let series = Series::read(&args.out).map_err(Stop::input)?;
+    let title = format!("{}: planned and measured", args.point.model);
+    let options = Options { title: Some(title), ..Options::default() };
+    let report = render(&[series], &options).map_err(Stop::input)?;
+    report.write(&args.out.join("report.html")).map_err(Stop::input)?;
+    Ok(report)
+}
+
+/// Everything that must be the same for points to be comparable.
+fn settings(args: &SweepArgs) -> Value {
+    let point = &args.point;
+    let r = &point.recipe;
+    json!({
+        "device": "cpu",
+        "threads": crate::threads(),
+        "model": point.model,
+        "data": point.data.files,
+        "iterations": point.iterations,
+        "warmup": point.warmup,
+        "seed": point.seed,
+        "batch": r.batch,
+        "seq": r.seq,
+        "accumulate": r.accumulate,
+        "method": format!("{:?}", r.method).to_lowercase(),
+        "precision": r.precision.map(|p| format!("{p:?}").to_lowercase()),
+        "optimizer": format!("{:?}", r.optimizer).to_lowercase(),
+        "optimizer_dtype": format!("{:?}", r.optimizer_dtype).to_lowercase(),
+        "recompute": r.recompute,
+        "optimizer_in_backward": r.optimizer_in_backward,
+        "max_grad_norm": r.max_grad_norm,
+        "loss_rows": r.loss_rows,
+    })
+}
+
+/// The command line of a point: this one's, without what only a sweep knows,
+/// and with the varied values.
+fn point_arguments(point: &Map<String, Value>) -> Vec<OsString> {
+    let mut arguments = vec![OsString::from("point")];
+    let varied: Vec<String> = point.keys().map(|k| format!("--{k}")).collect();
+    let mut given = std::env::args_os().skip(2);
+    while let Some(argument) = given.next() {
+        let text = argument.to_string_lossy();
+        let name = text.split('=').next().unwrap_or_default().to_owned();
+        if OWN_OPTIONS.contains(&name.as_str()) || varied.contains(&name) {
+            if !text.contains('=') {
+                given.next();
+            }
+            continue;
+        }
+        arguments.push(argument);
+    }
+    for (name, value) in point {
+        arguments.push(format!("--{name}={value}").into());
+    }
+    arguments
+}
+
+fn header() -> String {
+    format!(
+        "{:<16}{:<9}{:>14}{:>14}{:>9}{:>12}{:>12}",
+        "point", "status", "planned MiB", "measured MiB", "diff %", "s/iter", "tokens/s"
+    )
+}
+
+fn line(point: &Point) -> String {
+    let name: Vec<String> = point.point.iter().map(|(k, v)| format!("{k}={v}")).collect();
+    let mib = |bytes: Option<u64>| {
+        bytes.map_or("-".to_owned(), |b| format!("{:.1}", b as f64 / (1u64 << 20) as f64))
+    };
+    let number = |value: Option<f64>, digits: usize| {
+        value.map_or("-".to_owned(), |v| format!("{v:.digits$}"))
+    };
+    let difference = match (point.planned_bytes, point.measured_bytes) {
+        (Some(planned), Some(measured)) => {
+            format!("{:+.2}", (measured as f64 / planned as f64 - 1.0) * 100.0)
+        }
+        _ => "-".to_owned(),
+    };
+    let mut text = format!(
+        "{:<16}{:<9}{:>14}{:>14}{:>9}{:>12}{:>12}",
+        name.join(" "),
+        point.status.to_string(),
+        mib(point.planned_bytes),
+        mib(point.measured_bytes),
+        difference,
+        number(point.seconds_per_iteration, 3),
+        number(point.tokens_per_second, 0)
+    );
+    if let (true, Some(message)) = (point.status != Status::Ok, point.message()) {
+        text.push_str("  ");
+        text.push_str(message.lines().next().unwrap_or_default());
+    }
+    text
+}

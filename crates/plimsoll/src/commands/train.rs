@@ -1,0 +1,364 @@
+//! `plimsoll train`: plan, refuse or run, in exactly the planned memory.
+
+use std::io::IsTerminal;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+use plimsoll_cpu::CpuDevice;
+use plimsoll_measure::{Resident, peak, reset_peak};
+use plimsoll_model::{init_state, init_weights, load_weights};
+use plimsoll_train::{
+    Batches, Decay, EarlyStop, Ended, Event, RunError, RunOptions, Schedule, Session, StepMetrics,
+    TrainPlan, TrainerState, Warmup, checkpoints, run as run_loop,
+};
+use serde_json::{Value, json};
+
+use crate::commands::plan::table;
+use crate::data_args::{DataArgs, Rows};
+use crate::exit::{Outcome, Stop};
+use crate::model_source::{ModelSource, open_model};
+use crate::planning::Planner;
+use crate::recipe_args::{Precision, RecipeArgs};
+use crate::{Format, interrupt, units};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ScheduleArg {
+    Cosine,
+    Linear,
+    Constant,
+}
+
+#[derive(Debug, Args)]
+pub struct TrainArgs {
+    /// A model directory, a .gguf file, or a preset (which starts from random weights).
+    #[arg(long)]
+    pub model: String,
+    #[command(flatten)]
+    pub recipe: RecipeArgs,
+    #[command(flatten)]
+    pub data: DataArgs,
+    /// Passes over the data.
+    #[arg(long, default_value_t = 1.0)]
+    pub epochs: f64,
+    /// Optimizer steps, instead of epochs.
+    #[arg(long)]
+    pub steps: Option<u64>,
+    /// Learning rate at its highest.
+    #[arg(long, default_value_t = 2e-5)]
+    pub lr: f64,
+    #[arg(long, value_enum, default_value = "cosine")]
+    pub schedule: ScheduleArg,
+    /// Steps of warm-up; below 1, a part of all steps.
+    #[arg(long, default_value_t = 0.03)]
+    pub warmup: f64,
+    /// Evaluate every so many steps [default: every epoch]
+    #[arg(long)]
+    pub eval_every: Option<u64>,
+    /// Write a checkpoint every so many steps [default: every epoch]
+    #[arg(long)]
+    pub save_every: Option<u64>,
+    /// Checkpoints that are kept.
+    #[arg(long, default_value_t = 2)]
+    pub keep: usize,
+    /// Stop after so many evaluations without a better validation loss.
+    #[arg(long)]
+    pub patience: Option<u32>,
+    /// What counts as better.
+    #[arg(long, default_value_t = 0.0)]
+    pub min_delta: f64,
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Memory to stay in [default: the machine's]
+    #[arg(long, value_parser = units::parse_bytes)]
+    pub memory_limit: Option<u64>,
+    /// Folder of the model, its checkpoints and its metrics.
+    #[arg(long)]
+    pub out: PathBuf,
+    /// Go on from the newest checkpoint in --out.
+    #[arg(long)]
+    pub resume: bool,
+}
+
+pub fn run(args: &TrainArgs) -> Outcome {
+    let (format, _) = args.data.formats()?;
+    let model = open_model(&args.model)?;
+    let stop = interrupt::flag();
+    let mut recipe = args.recipe.recipe(&model.arch, Precision::F32)?;
+    let machine = plimsoll_measure::machine_memory_limit().map_err(Stop::input)?;
+    let planner = Planner::cpu(crate::threads(), Some(args.memory_limit.unwrap_or(machine)));
+    if args.recipe.recompute_is_auto() {
+        recipe = planner.with_least_recompute(&model.arch, &recipe)?;
+        eprintln!("recompute: {}", recipe.recompute);
+    }
+    let planned = planner.plan(&model.arch, &recipe)?;
+    planned.must_fit(&planner, &model.arch, &recipe)?;
+
+    eprintln!("tokenizer: {}", model.tokenizer_from);
+    eprintln!("chat template: {}", model.template.reason);
+    let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?;
+    let old = prepare_folder(args)?;
+    let target = plimsoll_cpu::CpuTarget { threads: crate::threads() };
+    let plan = TrainPlan::new(&model.arch, &recipe, &target).map_err(Stop::input)?;
+    let options = options(args, &rows, recipe.accumulate as u64, &model)?;
+    eprint!("{}", table(&planned.report));
+
+    reset_peak().map_err(Stop::input)?;
+    let before = Resident::now().map_err(Stop::input)?.rss;
+    let mut device = CpuDevice::new(plan.slab_bytes(), crate::threads())?;
+    let fingerprint = fingerprint(args, &model, &rows, &options);
+    let state = fill(args, &model, &plan, &mut device, old.as_ref(), &fingerprint)?;
+    let mut session = Session { plan: &plan, device: &mut device };
+    let mut progress = Progress::new(options.total_steps, state.step, plan.slab_bytes());
+    let summary = run_loop(
+        &mut session,
+        &rows.train,
+        rows.validation.as_ref().map(|v| v as &dyn Batches),
+        &options,
+        state,
+        stop,
+        &mut |event| progress.show(event),
+    );
+    progress.finish();
+    let summary = summary.map_err(|e| match e {
+        RunError::Diverged { .. } => Stop::Failed(e.to_string()),
+        RunError::Device(e) => e.into(),
+        other => Stop::input(other),
+    })?;
+    let measured = peak().map_err(Stop::input)?.saturating_sub(before);
+    match format {
+        Format::Json => {
+            let mut value =
+                serde_json::to_value(&summary).map_err(|e| Stop::Failed(e.to_string()))?;
+            if let Value::Object(fields) = &mut value {
+                fields.insert("planned_bytes".into(), plan.slab_bytes().into());
+                fields.insert("measured_bytes".into(), measured.into());
+                fields.insert("out".into(), args.out.display().to_string().into());
+            }
+            println!("{value}");
+        }
+        Format::Table => {
+            println!(
+                "{} steps in {}: loss {:.4}, {:.0} tokens/s; planned {}, measured {}",
+                summary.steps,
+                units::seconds(summary.seconds),
+                summary.loss,
+                summary.tokens_per_second,
+                units::bytes(plan.slab_bytes()),
+                units::bytes(measured)
+            );
+            if let (Some(best), Some(step)) = (summary.best_validation_loss, summary.best_step) {
+                println!(
+                    "best validation loss {best:.4} at step {step}: {}",
+                    args.out.join("best").display()
+                );
+            }
+            match summary.ended {
+                Ended::Interrupted => {
+                    println!("interrupted; the same command with --resume goes on")
+                }
+                Ended::EarlyStop => println!("stopped early: no better validation loss"),
+                Ended::Finished => println!("model: {}", args.out.display()),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The folder exists and can be written; the newest checkpoint, if there is one
+/// to go on from.
+fn prepare_folder(args: &TrainArgs) -> Result<Option<PathBuf>, Stop> {
+    let out = &args.out;
+    std::fs::create_dir_all(out)
+        .map_err(|e| Stop::Input(format!("--out {}: cannot create it: {e}", out.display())))?;
+    let probe = out.join(".writable");
+    std::fs::write(&probe, b"")
+        .and_then(|()| std::fs::remove_file(&probe))
+        .map_err(|e| Stop::Input(format!("--out {}: cannot write to it: {e}", out.display())))?;
+    let newest = checkpoints(out).map_err(Stop::input)?.pop();
+    match (&newest, args.resume) {
+        (Some(path), false) => Err(Stop::Input(format!(
+            "--out {} holds a run ({}): add --resume to go on, or give another folder",
+            out.display(),
+            path.file_name().unwrap_or_default().display()
+        ))),
+        (None, true) => {
+            eprintln!("no checkpoint in {} yet: starting from the beginning", out.display());
+            Ok(None)
+        }
+        _ => Ok(newest),
+    }
+}
+
+fn options(
+    args: &TrainArgs,
+    rows: &Rows,
+    accumulate: u64,
+    model: &ModelSource,
+) -> Result<RunOptions, Stop> {
+    if !(args.epochs > 0.0 && args.epochs <= 1e6) {
+        return Err(Stop::Input(format!("--epochs {}: give a number above 0", args.epochs)));
+    }
+    let epoch_steps = rows.train.per_epoch().div_ceil(accumulate).max(1);
+    let by_epochs = (rows.train.per_epoch() as f64 * args.epochs / accumulate as f64).ceil();
+    let total_steps = args.steps.unwrap_or(by_epochs as u64).max(1);
+    let warmup = if args.warmup >= 1.0 {
+        Warmup::Steps(args.warmup as u64)
+    } else {
+        Warmup::Ratio(args.warmup)
+    };
+    let decay = match args.schedule {
+        ScheduleArg::Cosine => Decay::Cosine,
+        ScheduleArg::Linear => Decay::Linear,
+        ScheduleArg::Constant => Decay::Constant,
+    };
+    for (option, value) in [("eval-every", args.eval_every), ("save-every", args.save_every)] {
+        if value == Some(0) {
+            return Err(Stop::Input(format!("--{option} 0: give at least 1 step")));
+        }
+    }
+    Ok(RunOptions {
+        total_steps,
+        schedule: Schedule::new(args.lr, decay, warmup, total_steps).map_err(Stop::input)?,
+        seed: args.seed,
+        out: args.out.clone(),
+        evaluate_every: args.eval_every.unwrap_or(epoch_steps),
+        save_every: args.save_every.unwrap_or(epoch_steps),
+        keep: args.keep,
+        extra_files: model.tokenizer_files.clone(),
+    })
+}
+
+/// Fills the slab: from a checkpoint, from the model's files, or at random.
+fn fill(
+    args: &TrainArgs,
+    model: &ModelSource,
+    plan: &TrainPlan,
+    device: &mut CpuDevice,
+    checkpoint: Option<&PathBuf>,
+    fingerprint: &Value,
+) -> Result<TrainerState, Stop> {
+    let (program, layout) = (&plan.train, &plan.train_layout);
+    init_state(device, program, layout, &plan.arch)?;
+    if let Some(path) = checkpoint {
+        eprintln!("resuming from {}", path.display());
+        let mut session = Session { plan, device };
+        return session.load_checkpoint(path, fingerprint).map_err(Stop::input);
+    }
+    match &model.checkpoint {
+        Some(checkpoint) => load_weights(device, program, layout, &plan.arch, checkpoint)?,
+        None => init_weights(device, program, layout, &plan.arch, args.seed)?,
+    }
+    Ok(TrainerState {
+        step: 0,
+        batches: 0,
+        trained_tokens: 0,
+        early_stop: EarlyStop::new(args.patience, args.min_delta).map_err(Stop::input)?,
+        fingerprint: fingerprint.clone(),
+    })
+}
+
+/// The settings that decide the numbers of a run. The number of steps is one of
+/// them only where the schedule depends on it.
+fn fingerprint(args: &TrainArgs, model: &ModelSource, rows: &Rows, options: &RunOptions) -> Value {
+    let r = &args.recipe;
+    let packed = rows.train.packed();
+    json!({
+        "model": model.arch.name,
+        "parameters": model.arch.parameters(),
+        "batch": r.batch,
+        "seq": packed.seq_len,
+        "rows": packed.rows(),
+        "accumulate": r.accumulate,
+        "precision": r.precision.map(|p| format!("{p:?}")),
+        "optimizer": format!("{:?}", r.optimizer),
+        "optimizer_dtype": format!("{:?}", r.optimizer_dtype),
+        "beta1": r.beta1,
+        "beta2": r.beta2,
+        "eps": r.eps,
+        "momentum": r.momentum,
+        "weight_decay": r.weight_decay,
+        "decay": format!("{:?}", r.decay),
+        "max_grad_norm": r.max_grad_norm,
+        "optimizer_in_backward": r.optimizer_in_backward,
+        "schedule": serde_json::to_value(options.schedule).unwrap_or(Value::Null),
+        "seed": args.seed,
+        "train_on": format!("{:?}", args.data.train_on),
+        "style": format!("{:?}", args.data.style),
+        "pad": args.data.pad,
+    })
+}
+
+/// A bar on a terminal, a line now and then elsewhere.
+struct Progress {
+    bar: Option<ProgressBar>,
+    total: u64,
+    last_line: Option<Instant>,
+    planned: u64,
+}
+
+/// Between two lines where there is no terminal.
+const LINE_INTERVAL: Duration = Duration::from_secs(5);
+
+impl Progress {
+    fn new(total: u64, done: u64, planned: u64) -> Progress {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let bar = ProgressBar::new(total).with_position(done);
+            let style = ProgressStyle::with_template(
+                "{bar:30} {pos}/{len} {msg}, {elapsed} gone, {eta} left",
+            );
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            bar
+        });
+        Progress { bar, total, last_line: None, planned }
+    }
+
+    fn show(&mut self, event: Event) {
+        match event {
+            Event::Step(m) => self.step(m),
+            Event::Validation { step, loss, improved } => {
+                let word = if improved { ", the best so far" } else { "" };
+                self.line(format!(
+                    "step {step}: validation loss {loss:.4}, perplexity {:.2}{word}",
+                    loss.exp()
+                ));
+            }
+            Event::Saved(path) => self.line(format!("saved {}", path.display())),
+        }
+    }
+
+    fn step(&mut self, m: &StepMetrics) {
+        let text = format!(
+            "loss {:.4}, lr {:.2e}, {:.0} tokens/s, {}",
+            m.loss,
+            m.learning_rate,
+            m.tokens_per_second,
+            units::bytes(self.planned)
+        );
+        if let Some(bar) = &self.bar {
+            bar.set_message(text);
+            bar.set_position(m.step);
+            return;
+        }
+        let due = self.last_line.is_none_or(|t| t.elapsed() >= LINE_INTERVAL);
+        if due || m.step == self.total {
+            self.last_line = Some(Instant::now());
+            let left = (self.total - m.step) as f64 * m.seconds;
+            eprintln!("step {}/{}: {text}, {} left", m.step, self.total, units::seconds(left));
+        }
+    }
+
+    fn line(&self, text: String) {
+        match &self.bar {
+            Some(bar) => bar.println(text),
+            None => eprintln!("{text}"),
+        }
+    }
+
+    fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! What `--model` names: a preset, a directory, a GGUF file, or a hub id.
+
+use std::path::{Path, PathBuf};
+
+use plimsoll_arch::{Architecture, preset};
+use plimsoll_model::{Checkpoint, GgufMetadata, read_architecture};
+use plimsoll_text::{FoundTemplate, GgufVocab, Tokenizer, chatml, find_template, gguf_template};
+
+use crate::exit::Stop;
+use crate::hub;
+
+/// A model as far as it exists on this machine.
+pub struct ModelSource {
+    pub arch: Architecture,
+    /// None for a preset, whose weights are random.
+    pub checkpoint: Option<Checkpoint>,
+    pub tokenizer: Tokenizer,
+    /// Where the tokenizer came from, for the log.
+    pub tokenizer_from: String,
+    pub template: FoundTemplate,
+    /// The model brings no chat template of its own.
+    pub template_is_built_in: bool,
+    /// Files of the tokenizer, copied beside what is trained from it.
+    pub tokenizer_files: Vec<PathBuf>,
+}
+
+/// The hyper-parameters alone: no weights are touched.
+///
+/// # Errors
+/// Nothing of that name, or what is there cannot be read.
+pub fn open_architecture(model: &str) -> Result<Architecture, Stop> {
+    match locate(model)? {
+        Some(path) => read_architecture(&path).map_err(Stop::input),
+        None => preset(model).map_err(Stop::input),
+    }
+}
+
+/// The model with its weights, tokenizer and chat template.
+///
+/// # Errors
+/// As [`open_architecture`]; a file that lies, or a tensor that is missing.
+pub fn open_model(model: &str) -> Result<ModelSource, Stop> {
+    match locate(model)? {
+        Some(path) => open_path(&path),
+        None => {
+            let arch = preset(model).map_err(Stop::input)?;
+            byte_level_model(arch, None, format!("bytes: preset {model} has no files"))
+        }
+    }
+}
+
+/// A path that exists, or a hub id in the local cache; none for a preset.
+fn locate(model: &str) -> Result<Option<PathBuf>, Stop> {
+    let path = Path::new(model);
+    if path.exists() {
+        return Ok(Some(path.to_path_buf()));
+    }
+    if let Some(found) = hub::cached(model) {
+        return Ok(Some(found));
+    }
+    let looks_like_a_path = model.ends_with(".gguf") || model.starts_with(['.', '/', '~']);
+    if looks_like_a_path {
+        return Err(Stop::Input(format!("--model {model}: no such file or directory")));
+    }
+    Ok(None)
+}
+
+fn open_path(path: &Path) -> Result<ModelSource, Stop> {
+    let checkpoint = Checkpoint::open(path).map_err(Stop::input)?;
+    let validation = checkpoint.validate().map_err(Stop::input)?;
+    for tensor in &validation.unexpected {
+        eprintln!("warning: {}: no place for tensor `{tensor}`, ignored", path.display());
+    }
+    let arch = checkpoint.architecture().clone();
+    let (tokenizer, template, tokenizer_from, tokenizer_files);
+    if let Some(metadata) = checkpoint.gguf_metadata() {
+        let vocab = gguf_vocab(metadata).map_err(Stop::input)?;
+        tokenizer = Tokenizer::from_gguf(vocab).map_err(Stop::input)?;
+        let source = metadata.string("tokenizer.chat_template").map_err(Stop::input)?;
+        template = gguf_template(source, &tokenizer).map_err(Stop::input)?;
+        tokenizer_from = "the GGUF file".to_owned();
+        tokenizer_files = Vec::new();
+    } else if path.join("tokenizer.json").exists() {
+        tokenizer = Tokenizer::from_dir(path).map_err(Stop::input)?;
+        template = find_template(path, &tokenizer).map_err(Stop::input)?;
+        tokenizer_from = "tokenizer.json".to_owned();
+        tokenizer_files = TOKENIZER_FILES.iter().map(|f| path.join(f)).collect();
+    } else {
+        let from = format!("bytes: {} has no tokenizer.json", path.display());
+        return byte_level_model(arch, Some(checkpoint), from);
+    }
+    Ok(ModelSource {
+        arch,
+        template_is_built_in: template.source == plimsoll_text::TemplateSource::BuiltIn,
+        checkpoint: Some(checkpoint),
+        tokenizer,
+        tokenizer_from,
+        template,
+        tokenizer_files,
+    })
+}
+
+const TOKENIZER_FILES: [&str; 5] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+];
+
+fn byte_level_model(
+    arch: Architecture,
+    checkpoint: Option<Checkpoint>,
+    tokenizer_from: String,
+) -> Result<ModelSource, Stop> {
+    let tokenizer = Tokenizer::byte_level();
+    let template = chatml(&tokenizer).map_err(Stop::input)?;
+    Ok(ModelSource {
+        arch,
+        checkpoint,
+        tokenizer,
+        tokenizer_from,
+        template,
+        template_is_built_in: true,
+        tokenizer_files: Vec::new(),
+    })
+}
+
+fn gguf_vocab(m: &GgufMetadata) -> Result<GgufVocab, plimsoll_model::ModelError> {
+    let key = |name: &str| format!("tokenizer.ggml.{name}");
+    let strings = |name: &str| -> Result<Vec<String>, plimsoll_model::ModelError> {
+        let found = m.strings(&key(name))?.unwrap_or_default();
+        Ok(found.into_iter().map(str::to_owned).collect())
+    };
+    let id = |name: &str| -> Result<Option<u32>, plimsoll_model::ModelError> {
+        Ok(m.unsigned(&key(name))?.and_then(|id| u32::try_from(id).ok()))
+    };
+    let types = m.integers(&key("token_type"))?.unwrap_or_default();
+    let mut end_of_turn = Vec::new();
+    for name in ["eot_token_id", "eom_token_id"] {
+        end_of_turn.extend(id(name)?);
+    }
+    Ok(GgufVocab {
+        model: m.string(&key("model"))?.unwrap_or_default().to_owned(),
+        pre: m.string(&key("pre"))?.map(str::to_owned),
+        tokens: strings("tokens")?,
+        token_types: types.into_iter().map(|t| i32::try_from(t).unwrap_or(0)).collect(),
+        merges: strings("merges")?,
+        scores: m.floats(&key("scores"))?.unwrap_or_default(),
+        bos: id("bos_token_id")?,
+        eos: id("eos_token_id")?,
+        unk: id("unknown_token_id")?,
+        pad: id("padding_token_id")?,
+        end_of_turn,
+        add_bos: m.boolean(&key("add_bos_token"))?,
+        add_eos: m.boolean(&key("add_eos_token"))?,
+        add_space_prefix: m.boolean(&key("add_space_prefix"))?,
+    })
+}
+
+impl ModelSource {
+    /// Weights to run with, or the reason why there are none.
+    ///
+    /// # Errors
+    /// A preset: its weights would be random.
+    pub fn weights(&self) -> Result<&Checkpoint, Stop> {
+        self.checkpoint.as_ref().ok_or_else(|| {
+            Stop::Input(format!(
+                "{} is a preset: it has hyper-parameters but no weights; give --model a directory \
+                 or a .gguf file",
+                self.arch.name
+            ))
+        })
+    }
+
+    /// Tokens that end a generation.
+    pub fn stop_ids(&self) -> Vec<u32> {
+        let mut ids = self.arch.eos_token_ids.clone();
+        ids.extend(self.tokenizer.stop_ids());
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+}

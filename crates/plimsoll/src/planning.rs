@@ -1,0 +1,210 @@
+//! Plans as the commands need them: for a GPU by name or for this machine's
+//! CPU, with the recompute level chosen, and with advice where nothing fits.
+
+use plimsoll_arch::Architecture;
+use plimsoll_cpu::CpuTarget;
+use plimsoll_infer::InferPlan;
+use plimsoll_plan::{
+    DeviceProfile, GpuTarget, Layout, PlanReport, cpu_profile, gpu, gpu_names, plan_report,
+};
+use plimsoll_program::{Method, Program, Recipe, Recompute, RecomputePlan, Target};
+use plimsoll_train::TrainPlan;
+
+use crate::exit::Stop;
+use crate::units;
+
+/// The device that a plan is for.
+pub struct Planner {
+    pub device: DeviceProfile,
+    pub target: Box<dyn Target>,
+    /// Memory that the plan must fit in, where one was given.
+    pub memory: Option<u64>,
+}
+
+impl Planner {
+    /// A GPU of the catalogue, with its own memory or less.
+    ///
+    /// # Errors
+    /// The catalogue does not know it.
+    pub fn gpu(name: &str, memory: Option<u64>) -> Result<Planner, Stop> {
+        let device = gpu(name).ok_or_else(|| {
+            let known = gpu_names().join(", ");
+            Stop::Input(format!("GPU `{name}` is not in the catalogue; it knows {known}"))
+        })?;
+        let memory = Some(memory.unwrap_or(device.memory_bytes));
+        Ok(Planner { device, target: Box::new(GpuTarget), memory })
+    }
+
+    /// This machine's CPU.
+    pub fn cpu(threads: usize, memory: Option<u64>) -> Planner {
+        let machine = plimsoll_measure::machine_memory_limit().unwrap_or(0);
+        Planner {
+            device: cpu_profile(threads, machine),
+            target: Box::new(CpuTarget { threads }),
+            memory,
+        }
+    }
+
+    /// The plan of a recipe.
+    ///
+    /// # Errors
+    /// The recipe is impossible for this model.
+    pub fn plan(&self, arch: &Architecture, recipe: &Recipe) -> Result<Planned, Stop> {
+        let (program, layout) = match recipe.method {
+            Method::Full => {
+                let plan = TrainPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?;
+                (plan.train, plan.train_layout)
+            }
+            Method::Infer => {
+                InferPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?.decode
+            }
+        };
+        let report = plan_report(arch, recipe, &program, &layout, &self.device, self.memory);
+        Ok(Planned { program, layout, report })
+    }
+
+    /// The recipe with the least recomputation that fits in memory: one level
+    /// for all layers, or one level for the first layers and a lighter one for
+    /// the rest. Without a memory size nothing needs recomputing.
+    ///
+    /// # Errors
+    /// The recipe is impossible; when nothing fits, the smallest is returned.
+    pub fn with_least_recompute(
+        &self,
+        arch: &Architecture,
+        recipe: &Recipe,
+    ) -> Result<Recipe, Stop> {
+        let with = |recompute: RecomputePlan| Recipe { recompute, ..recipe.clone() };
+        let fits = |recompute: &RecomputePlan| -> Result<bool, Stop> {
+            let report = self.plan(arch, &with(recompute.clone()))?.report;
+            Ok(report.fits.unwrap_or(true))
+        };
+        let mut lighter = Recompute::None;
+        for level in Recompute::ALL {
+            if !fits(&RecomputePlan::uniform(level))? {
+                lighter = level;
+                continue;
+            }
+            // Fewest layers at this level.
+            let (mut low, mut high) = (0, arch.num_hidden_layers);
+            let split = |layers| RecomputePlan::first_layers(layers, level, lighter);
+            while low < high && level != lighter {
+                let middle = (low + high) / 2;
+                if fits(&split(middle))? { high = middle } else { low = middle + 1 }
+            }
+            let whole = high == arch.num_hidden_layers || level == lighter;
+            let plan = if whole { RecomputePlan::uniform(level) } else { split(high) };
+            return Ok(with(plan));
+        }
+        Ok(with(RecomputePlan::uniform(Recompute::Block)))
+    }
+
+    /// What to change about a recipe that does not fit, largest gain first.
+    pub fn advice(
+        &self,
+        arch: &Architecture,
+        recipe: &Recipe,
+        planned: &PlanReport,
+    ) -> Vec<String> {
+        let mut lines = Vec::new();
+        if recipe.method == Method::Full {
+            for level in Recompute::ALL {
+                let with = |batch| Recipe {
+                    recompute: RecomputePlan::uniform(level),
+                    batch,
+                    ..recipe.clone()
+                };
+                let Some((batch, report)) = self.largest_batch(arch, with, recipe.batch * 2) else {
+                    continue;
+                };
+                let speed = report.tokens_per_second / planned.tokens_per_second - 1.0;
+                lines.push(format!(
+                    "recompute={} fits batch {batch} ({}, {:+.0} % tokens/s)",
+                    level.name(),
+                    units::bytes(report.peak_bytes + report.overhead_bytes),
+                    speed * 100.0
+                ));
+            }
+        }
+        if lines.is_empty() && recipe.seq > 1 {
+            let with = |seq| Recipe { batch: 1, seq, ..recipe.clone() };
+            if let Some((seq, report)) = self.largest_batch(arch, with, recipe.seq) {
+                let bytes = units::bytes(report.peak_bytes + report.overhead_bytes);
+                lines.push(format!("batch 1 fits with seq {seq} ({bytes})"));
+            }
+        }
+        if lines.is_empty() {
+            let weights = planned.by_class.get("weight").and_then(|w| w.as_u64()).unwrap_or(0);
+            lines.push(format!(
+                "nothing fits: the weights alone take {}; use a smaller model, --precision bf16, \
+                 or a device with more memory",
+                units::bytes(weights)
+            ));
+        }
+        lines
+    }
+
+    /// The largest value up to `most` whose recipe fits.
+    fn largest_batch(
+        &self,
+        arch: &Architecture,
+        with: impl Fn(usize) -> Recipe,
+        most: usize,
+    ) -> Option<(usize, PlanReport)> {
+        let fitting = |value: usize| {
+            let report = self.plan(arch, &with(value)).ok()?.report;
+            report.fits.unwrap_or(true).then_some(report)
+        };
+        let mut best = (1, fitting(1)?);
+        let (mut low, mut high) = (2, most);
+        while low <= high {
+            let middle = (low + high) / 2;
+            match fitting(middle) {
+                Some(report) => {
+                    best = (middle, report);
+                    low = middle + 1;
+                }
+                None => high = middle - 1,
+            }
+        }
+        Some(best)
+    }
+}
+
+/// A program with its addresses and its ledger.
+pub struct Planned {
+    pub program: Program,
+    pub layout: Layout,
+    pub report: PlanReport,
+}
+
+impl Planned {
+    /// Refuses what does not fit, with the ledger's numbers and advice.
+    ///
+    /// # Errors
+    /// Status 3.
+    pub fn must_fit(
+        &self,
+        planner: &Planner,
+        arch: &Architecture,
+        recipe: &Recipe,
+    ) -> Result<(), Stop> {
+        let report = &self.report;
+        let (Some(false), Some(memory)) = (report.fits, report.memory_bytes) else {
+            return Ok(());
+        };
+        let needed = units::bytes(report.peak_bytes + report.overhead_bytes);
+        let mut text = format!(
+            "{} at batch {} and seq {} needs {needed} of {}",
+            arch.name,
+            recipe.batch,
+            recipe.seq,
+            units::bytes(memory)
+        );
+        for line in planner.advice(arch, recipe, report) {
+            text.push_str("\n  ");
+            text.push_str(&line);
+        }
+        Err(Stop::DoesNotFit(text))
+    }
+}

@@ -1,0 +1,93 @@
+//! Numbers as people read them. Bytes are binary units in tables, plain bytes
+//! in JSON.
+
+const MIB: f64 = (1u64 << 20) as f64;
+const GIB: f64 = (1u64 << 30) as f64;
+
+/// `12.34 GiB`, or `56.7 MiB` below one.
+pub fn bytes(n: u64) -> String {
+    let n = n as f64;
+    if n >= GIB {
+        format!("{:.2} GiB", n / GIB)
+    } else if n >= MIB {
+        format!("{:.1} MiB", n / MIB)
+    } else {
+        format!("{:.1} KiB", n / 1024.0)
+    }
+}
+
+/// `8.03 B`, `134.5 M`.
+pub fn count(n: u64) -> String {
+    let n = n as f64;
+    if n >= 1e9 {
+        format!("{:.2} B", n / 1e9)
+    } else if n >= 1e6 {
+        format!("{:.1} M", n / 1e6)
+    } else {
+        format!("{:.1} K", n / 1e3)
+    }
+}
+
+/// `1.5 s`, `12.3 ms`, or hours and minutes.
+pub fn seconds(s: f64) -> String {
+    if s >= 3600.0 {
+        format!("{:.0} h {:02.0} min", (s / 3600.0).floor(), (s % 3600.0) / 60.0)
+    } else if s >= 60.0 {
+        format!("{:.0} min {:02.0} s", (s / 60.0).floor(), s % 60.0)
+    } else if s >= 1.0 {
+        format!("{s:.2} s")
+    } else if s >= 1e-3 {
+        format!("{:.1} ms", s * 1e3)
+    } else {
+        format!("{:.1} us", s * 1e6)
+    }
+}
+
+/// Bytes from `80GiB`, `24 GB`, `512MiB` or a plain number.
+///
+/// # Errors
+/// What was wrong with the text.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let split = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let number: f64 = number.parse().map_err(|_| {
+        format!("`{text}` is not a size: write bytes, or a number with KiB, MiB, GiB, MB or GB")
+    })?;
+    let factor = match unit.trim().to_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "k" | "kib" => 1024.0,
+        "m" | "mib" => MIB,
+        "g" | "gib" => GIB,
+        "t" | "tib" => GIB * 1024.0,
+        "kb" => 1e3,
+        "mb" => 1e6,
+        "gb" => 1e9,
+        "tb" => 1e12,
+        other => {
+            return Err(format!("`{other}` is no unit of memory: use KiB, MiB, GiB, MB or GB"));
+        }
+    };
+    let bytes = number * factor;
+    if bytes >= 1.0 && bytes < 2f64.powi(62) {
+        Ok(bytes as u64)
+    } else {
+        Err(format!("`{text}` is out of range: give at least 1 byte and less than 2^62"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_with_units() {
+        assert_eq!(parse_bytes("80GiB"), Ok(80 << 30));
+        assert_eq!(parse_bytes("24 GB"), Ok(24_000_000_000));
+        assert_eq!(parse_bytes("1.5m"), Ok(3 << 19));
+        assert_eq!(parse_bytes("123"), Ok(123));
+        for bad in ["", "GiB", "-1", "5 parsec", "1e400", "0"] {
+            assert!(parse_bytes(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! Checkpoints: everything a run needs to go on as if it had never stopped.
+//!
+//! ```text
+//! OUT/checkpoint-00000120/model.safetensors, config.json   the weights, as any tool reads them
+//!                         optimizer.safetensors            moments, bit for bit
+//!                         trainer.json                     step, place in the data, best so far
+//! ```
+//! A checkpoint is written under another name, flushed, and renamed: at any
+//! moment the newest folder of that form is complete.
+
+use std::fs::{self, File};
+use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+
+use plimsoll_arch::DType;
+use plimsoll_model::{Checkpoint, ModelError, SafetensorsWriter, load_weights, save_weights};
+use plimsoll_plan::DeviceError;
+use plimsoll_program::{Class, TensorId, weight_parts};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, json};
+
+use crate::{EarlyStop, Session};
+
+const OPTIMIZER: &str = "optimizer.safetensors";
+const TRAINER: &str = "trainer.json";
+
+/// Where a run stands, beside its tensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TrainerState {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Micro-batches taken from the data, from the first epoch on.
+    pub batches: u64,
+    pub trained_tokens: u64,
+    pub early_stop: EarlyStop,
+    /// The options that decide the numbers; a resumed run must have the same.
+    pub fingerprint: serde_json::Value,
+}
+
+/// Why a checkpoint was not written or read.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io { action: &'static str, path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error("{} is damaged: {reason}; remove {} to go on from the one before it", path.display(), folder.display())]
+    Damaged { path: PathBuf, folder: PathBuf, reason: String },
+    #[error(
+        "the run in {} was started with other settings ({key}: {was}, now {now}): give the same ones, or another --out",
+        path.display()
+    )]
+    OtherRun { path: PathBuf, key: String, was: String, now: String },
+}
+
+fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
+    let path = path.to_path_buf();
+    move |source| CheckpointError::Io { action, path, source }
+}
+
+fn folder_name(step: u64) -> String {
+    format!("checkpoint-{step:08}")
+}
+
+/// Complete checkpoints of a run, oldest first.
+///
+/// # Errors
+/// The folder cannot be listed; one that does not exist has none.
+pub fn checkpoints(out: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+    let entries = match fs::read_dir(out) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(io_error("list", out)(e)),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(io_error("list", out))?.path();
+        let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
+        let digits = name.strip_prefix("checkpoint-").unwrap_or_default();
+        let numbered = digits.len() == 8 && digits.bytes().all(|b| b.is_ascii_digit());
+        if numbered && path.join(TRAINER).exists() {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+impl Session<'_> {
+    /// Writes a checkpoint and, once it is safe, removes all but the newest `keep`.
+    ///
+    /// # Errors
+    /// The disk refuses; the checkpoints that were there are untouched.
+    pub fn save_checkpoint(
+        &mut self,
+        out: &Path,
+        state: &TrainerState,
+        keep: usize,
+    ) -> Result<PathBuf, CheckpointError> {
+        let path = out.join(folder_name(state.step));
+        self.replace_folder(&path, |session, folder| {
+            session.save_model(folder)?;
+            session.save_optimizer(&folder.join(OPTIMIZER))?;
+            let text = serde_json::to_string_pretty(state)
+                .map_err(|e| io_error("write", folder)(e.into()))?;
+            write_and_flush(&folder.join(TRAINER), text.as_bytes())
+        })?;
+        let all = checkpoints(out)?;
+        for old in &all[..all.len().saturating_sub(keep.max(1))] {
+            // Renamed first: a folder half removed must not look like a checkpoint.
+            let gone = old.with_extension("old");
+            fs::rename(old, &gone).map_err(io_error("rename", old))?;
+            fs::remove_dir_all(&gone).map_err(io_error("remove", &gone))?;
+        }
+        Ok(path)
+    }
+
+    /// Fills a folder under another name, then swaps it in for `path`.
+    ///
+    /// # Errors
+    /// Whatever `fill` reports, or the disk refuses.
+    pub fn replace_folder(
+        &mut self,
+        path: &Path,
+        fill: impl FnOnce(&mut Self, &Path) -> Result<(), CheckpointError>,
+    ) -> Result<(), CheckpointError> {
+        let (partial, old) = (path.with_extension("partial"), path.with_extension("old"));
+        for left in [&partial, &old] {
+            if left.exists() {
+                fs::remove_dir_all(left).map_err(io_error("remove", left))?;
+            }
+        }
+        fs::create_dir_all(&partial).map_err(io_error("create", &partial))?;
+        fill(self, &partial)?;
+        flush_folder(&partial)?;
+        if path.exists() {
+            fs::rename(path, &old).map_err(io_error("rename", path))?;
+        }
+        fs::rename(&partial, path).map_err(io_error("rename", &partial))?;
+        if let Some(parent) = path.parent() {
+            flush_folder(parent)?;
+        }
+        if old.exists() {
+            fs::remove_dir_all(&old).map_err(io_error("remove", &old))?;
+        }
+        Ok(())
+    }
+
+    /// Writes the weights as a model directory: safetensors and config.json.
+    ///
+    /// # Errors
+    /// The disk refuses.
+    pub fn save_model(&mut self, folder: &Path) -> Result<(), CheckpointError> {
+        let plan = self.plan;
+        let tensors: Vec<(String, Vec<usize>)> =
+            weight_parts(&plan.arch).into_iter().map(|p| (p.source, p.shape)).collect();
+        let mut writer =
+            SafetensorsWriter::create(folder, &plan.arch, plan.recipe.precision, &tensors)?;
+        let (program, layout) = (&plan.train, &plan.train_layout);
+        save_weights(self.device, program, layout, &plan.arch, |name, dtype, bytes| match dtype {
+            DType::Bf16 => writer.write_bf16(name, bytemuck::cast_slice(bytes)),
+            _ => writer.write_f32(name, bytemuck::cast_slice(bytes)),
+        })?;
+        Ok(writer.finish()?)
+    }
+
+    /// Optimizer state in the order of the program.
+    fn optimizer_tensors(&self) -> Vec<TensorId> {
+        let tensors = self.plan.train.tensors.iter().enumerate();
+        tensors
+            .filter(|(_, t)| t.class == Class::OptimizerState)
+            .map(|(index, _)| TensorId::new(index))
+            .collect()
+    }
+
+    /// The safetensors header of the optimizer's state, its length before it.
+    fn optimizer_header(&self) -> Vec<u8> {
+        let mut entries = Map::new();
+        let mut end = 0;
+        for id in self.optimizer_tensors() {
+            let t = self.plan.train.tensor(id);
+            let dtype = if t.dtype == DType::Bf16 { "BF16" } else { "F32" };
+            let offsets = [end, end + t.bytes()];
+            end = offsets[1];
+            let entry = json!({"dtype": dtype, "shape": t.shape, "data_offsets": offsets});
+            entries.insert(t.name.clone(), entry);
+        }
+        let mut text = serde_json::Value::Object(entries).to_string().into_bytes();
+        text.resize(text.len().next_multiple_of(8), b' ');
+        let mut header = (text.len() as u64).to_le_bytes().to_vec();
+        header.append(&mut text);
+        header
+    }
+
+    fn save_optimizer(&mut self, path: &Path) -> Result<(), CheckpointError> {
+        let file = File::create(path).map_err(io_error("create", path))?;
+        let mut out = BufWriter::new(file);
+        out.write_all(&self.optimizer_header()).map_err(io_error("write", path))?;
+        for id in self.optimizer_tensors() {
+            let (offset, bytes) =
+                (self.plan.train_layout.offset(id), self.plan.train.tensor(id).bytes());
+            self.device.download(offset, bytes as usize, &mut |data| {
+                out.write_all(data)
+                    .map_err(|e| DeviceError::Source(Box::new(io_error("write", path)(e))))
+            })?;
+        }
+        let file = out.into_inner().map_err(|e| io_error("write", path)(e.into_error()))?;
+        file.sync_all().map_err(io_error("flush", path))
+    }
+
+    /// Fills the slab from a checkpoint and says where the run stood.
+    ///
+    /// # Errors
+    /// A file is damaged, or belongs to a run with other settings.
+    pub fn load_checkpoint(
+        &mut self,
+        folder: &Path,
+        fingerprint: &serde_json::Value,
+    ) -> Result<TrainerState, CheckpointError> {
+        let path = folder.join(TRAINER);
+        let damaged = |path: &Path, reason: String| CheckpointError::Damaged {
+            path: path.to_path_buf(),
+            folder: folder.to_path_buf(),
+            reason,
+        };
+        let text = fs::read_to_string(&path).map_err(io_error("read", &path))?;
+        let state: TrainerState =
+            serde_json::from_str(&text).map_err(|e| damaged(&path, e.to_string()))?;
+        if let Some((key, was, now)) = first_difference(&state.fingerprint, fingerprint) {
+            return Err(CheckpointError::OtherRun { path: folder.to_path_buf(), key, was, now });
+        }
+        let plan = self.plan;
+        let checkpoint = Checkpoint::open(folder)?;
+        checkpoint.validate()?;
+        let (program, layout) = (&plan.train, &plan.train_layout);
+        load_weights(self.device, program, layout, &plan.arch, &checkpoint)?;
+
+        let path = folder.join(OPTIMIZER);
+        let file = File::open(&path).map_err(io_error("open", &path))?;
+        let mut input = BufReader::new(file);
+        let expected = self.optimizer_header();
+        let mut header = vec![0; expected.len()];
+        let read = input.read_exact(&mut header);
+        if read.is_err() || header != expected {
+            let reason = "its header is not that of this model and optimizer".to_owned();
+            return Err(damaged(&path, reason));
+        }
+        for id in self.optimizer_tensors() {
+            let (offset, bytes) = (layout.offset(id), program.tensor(id).bytes());
+            self.device.upload(offset, bytes as usize, &mut |out| {
+                input.read_exact(out).map_err(|e| {
+                    let reason = format!("it ends inside `{}` ({e})", program.tensor(id).name);
+                    DeviceError::Source(Box::new(damaged(&path, reason)))
+                })
+            })?;
+        }
+        Ok(state)
+    }
+}
+
+/// The first key whose value differs between two settings.
+fn first_difference(
+    was: &serde_json::Value,
+    now: &serde_json::Value,
+) -> Option<(String, String, String)> {
+    let empty = Map::new();
+    let (a, b) = (was.as_object().unwrap_or(&empty), now.as_object().unwrap_or(&empty));
+    let keys = a.keys().chain(b.keys());
+    let differing = keys.into_iter().find(|k| a.get(*k) != b.get(*k))?;
+    let show = |m: &Map<String, serde_json::Value>| {
+        m.get(differing).map_or("absent".to_owned(), |v| v.to_string())
+    };
+    Some((differing.clone(), show(a), show(b)))
+}
+
+fn write_and_flush(path: &Path, data: &[u8]) -> Result<(), CheckpointError> {
+    let mut file = File::create(path).map_err(io_error("create", path))?;
+    file.write_all(data).map_err(io_error("write", path))?;
+    file.sync_all().map_err(io_error("flush", path))
+}
+
+/// Makes the names in a folder durable.
+fn flush_folder(path: &Path) -> Result<(), CheckpointError> {
+    File::open(path).and_then(|d| d.sync_all()).map_err(io_error("flush", path))
+}

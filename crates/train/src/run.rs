@@ -1,0 +1,347 @@
+//! The loop: steps, evaluations, checkpoints, until the end or Ctrl-C.
+
+use std::cell::RefCell;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use plimsoll_data::{Batch, BatchOrder, DataError, OrderState, Packed};
+use plimsoll_plan::DeviceError;
+use serde::Serialize;
+
+use crate::checkpoint::{CheckpointError, TrainerState};
+use crate::{
+    EventWriter, MetricsError, MetricsLog, MicroBatch, Schedule, Session, TensorBoardError,
+};
+
+/// Where micro-batches come from: a function of their number alone, so that a
+/// resumed run sees what the uninterrupted one would.
+pub trait Batches {
+    /// Micro-batch `number`, counted from the start of the first epoch.
+    fn batch(&self, number: u64) -> Batch;
+
+    /// Micro-batches in an epoch, at least one.
+    fn per_epoch(&self) -> u64;
+}
+
+/// Packed rows in the order that a seed gives each epoch.
+pub struct PackedBatches {
+    packed: Packed,
+    batch: usize,
+    seed: Option<u64>,
+    /// The order at the batch that comes next, and that batch's number.
+    next: RefCell<(BatchOrder, u64)>,
+}
+
+impl PackedBatches {
+    /// Shuffled by a seed, or in order without one (for evaluation).
+    ///
+    /// # Errors
+    /// There are no rows.
+    pub fn new(packed: Packed, batch: usize, seed: Option<u64>) -> Result<Self, DataError> {
+        let order = PackedBatches::order_at(&packed, batch, seed, 0)?;
+        Ok(PackedBatches { packed, batch, seed, next: RefCell::new((order, 0)) })
+    }
+
+    fn order_at(
+        packed: &Packed,
+        batch: usize,
+        seed: Option<u64>,
+        number: u64,
+    ) -> Result<BatchOrder, DataError> {
+        let Some(seed) = seed else { return BatchOrder::sequential(packed.rows(), batch) };
+        let per_epoch = packed.rows().div_ceil(batch.max(1)).max(1) as u64;
+        let index = (number % per_epoch) as usize * batch;
+        BatchOrder::resume(
+            packed.rows(),
+            batch,
+            OrderState { epoch: number / per_epoch, index, seed },
+        )
+    }
+
+    pub fn packed(&self) -> &Packed {
+        &self.packed
+    }
+}
+
+impl Batches for PackedBatches {
+    fn batch(&self, number: u64) -> Batch {
+        let mut batch = Batch::new(self.batch, self.packed.seq_len);
+        let mut rows = Vec::with_capacity(self.batch);
+        if self.seed.is_none() {
+            // In order: the rows of a batch follow from its number.
+            let first = (number % self.per_epoch()) as usize * self.batch;
+            rows.extend(first..self.packed.rows().min(first + self.batch));
+        } else {
+            let mut next = self.next.borrow_mut();
+            if next.1 != number {
+                next.0 = PackedBatches::order_at(&self.packed, self.batch, self.seed, number)
+                    .expect("the same rows gave an order before");
+            }
+            next.0.next_rows(&mut rows);
+            next.1 = number + 1;
+        }
+        batch.fill(&self.packed, &rows);
+        batch
+    }
+
+    fn per_epoch(&self) -> u64 {
+        self.packed.rows().div_ceil(self.batch) as u64
+    }
+}
+
+/// What the loop is told.
+#[derive(Clone, Debug)]
+pub struct RunOptions {
+    pub total_steps: u64,
+    pub schedule: Schedule,
+    pub seed: u64,
+    /// Folder of checkpoints and metrics.
+    pub out: PathBuf,
+    /// Evaluate every so many steps; always at the end.
+    pub evaluate_every: u64,
+    /// Write a checkpoint every so many steps; always at the end.
+    pub save_every: u64,
+    /// Checkpoints that are kept.
+    pub keep: usize,
+    /// Files to lay beside every model that is written: the tokenizer's.
+    pub extra_files: Vec<PathBuf>,
+}
+
+/// Why the loop ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ended {
+    Finished,
+    EarlyStop,
+    /// Ctrl-C: a checkpoint was written.
+    Interrupted,
+}
+
+/// What the loop achieved.
+#[derive(Clone, Debug, Serialize)]
+pub struct RunSummary {
+    pub ended: Ended,
+    pub steps: u64,
+    /// Of the last step.
+    pub loss: f32,
+    pub validation_loss: Option<f64>,
+    pub best_validation_loss: Option<f64>,
+    pub best_step: Option<u64>,
+    /// Tokens of all sequences, padding included, over the time of the steps.
+    pub tokens_per_second: f64,
+    pub trained_tokens: u64,
+    pub seconds: f64,
+}
+
+/// A line of `metrics.jsonl`.
+#[derive(Clone, Debug, Serialize)]
+pub struct StepMetrics {
+    pub step: u64,
+    pub epoch: f64,
+    pub loss: f32,
+    pub learning_rate: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub grad_norm: Option<f32>,
+    pub trained_tokens: u64,
+    pub tokens_per_second: f64,
+    pub seconds: f64,
+}
+
+#[derive(Serialize)]
+struct ValidationMetrics {
+    step: u64,
+    validation_loss: f64,
+    perplexity: f64,
+    validation_tokens: usize,
+}
+
+/// What happens while the loop runs, for a progress bar.
+pub enum Event<'a> {
+    Step(&'a StepMetrics),
+    Validation { step: u64, loss: f64, improved: bool },
+    Saved(&'a Path),
+}
+
+/// Why the loop broke.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    #[error(transparent)]
+    TensorBoard(#[from] TensorBoardError),
+    #[error(
+        "the loss became {loss} at step {step} (learning rate {learning_rate:.2e}): lower --lr or raise --warmup; the last checkpoint is kept"
+    )]
+    Diverged { step: u64, loss: f32, learning_rate: f64 },
+    #[error("cannot copy {} to {}: {source}", from.display(), to.display())]
+    Copy { from: PathBuf, to: PathBuf, source: std::io::Error },
+}
+
+/// Trains from `state` to the end. The slab is filled already.
+///
+/// # Errors
+/// The device, the disk, or a loss that is no number.
+pub fn run(
+    session: &mut Session,
+    train: &dyn Batches,
+    validation: Option<&dyn Batches>,
+    options: &RunOptions,
+    mut state: TrainerState,
+    stop: &AtomicBool,
+    on_event: &mut dyn FnMut(Event),
+) -> Result<RunSummary, RunError> {
+    let recipe = &session.plan.recipe;
+    let accumulate = recipe.accumulate as u64;
+    let step_tokens = (recipe.batch * recipe.seq * recipe.accumulate) as f64;
+    let mut metrics = MetricsLog::resume(&options.out.join("metrics.jsonl"), state.step)?;
+    let mut board = EventWriter::resume(&options.out.join("runs"), state.step + 1)?;
+    let started = Instant::now();
+    let mut summary = RunSummary {
+        ended: Ended::Finished,
+        steps: state.step,
+        loss: f32::NAN,
+        validation_loss: None,
+        best_validation_loss: None,
+        best_step: None,
+        tokens_per_second: 0.0,
+        trained_tokens: state.trained_tokens,
+        seconds: 0.0,
+    };
+    let (mut training_seconds, mut steps_run) = (0.0, 0u64);
+    while state.step < options.total_steps {
+        let step = state.step + 1;
+        let learning_rate = options.schedule.lr(step - 1);
+        let clock = Instant::now();
+        let (result, trained) =
+            one_step(session, train, state.batches, accumulate, learning_rate, step, options.seed)?;
+        let seconds = clock.elapsed().as_secs_f64();
+        if !result.loss.is_finite() {
+            return Err(RunError::Diverged { step, loss: result.loss, learning_rate });
+        }
+        training_seconds += seconds;
+        steps_run += 1;
+        state.step = step;
+        state.batches += accumulate;
+        state.trained_tokens += trained as u64;
+        let line = StepMetrics {
+            step,
+            epoch: state.batches as f64 / train.per_epoch() as f64,
+            loss: result.loss,
+            learning_rate,
+            grad_norm: result.grad_norm,
+            trained_tokens: state.trained_tokens,
+            tokens_per_second: step_tokens / seconds,
+            seconds,
+        };
+        metrics.append(&line)?;
+        let mut scalars = vec![
+            ("train/loss", f64::from(result.loss)),
+            ("train/learning_rate", learning_rate),
+            ("train/tokens_per_second", line.tokens_per_second),
+        ];
+        scalars.extend(result.grad_norm.map(|n| ("train/grad_norm", f64::from(n))));
+        board.scalars(step, &scalars)?;
+        on_event(Event::Step(&line));
+        summary.loss = result.loss;
+
+        let last = step == options.total_steps;
+        let asked = stop.load(Ordering::SeqCst);
+        let mut patience_over = false;
+        if let Some(validation) = validation
+            && (last || step.is_multiple_of(options.evaluate_every))
+        {
+            let (loss, tokens) = evaluate(session, validation)?;
+            let verdict = state.early_stop.update(step, loss);
+            let line = ValidationMetrics {
+                step,
+                validation_loss: loss,
+                perplexity: loss.exp(),
+                validation_tokens: tokens,
+            };
+            metrics.append(&line)?;
+            board.scalars(
+                step,
+                &[("validation/loss", loss), ("validation/perplexity", loss.exp())],
+            )?;
+            on_event(Event::Validation { step, loss, improved: verdict.improved });
+            summary.validation_loss = Some(loss);
+            if verdict.improved {
+                let best = options.out.join("best");
+                session.replace_folder(&best, |session, folder| session.save_model(folder))?;
+                copy_files(&options.extra_files, &best)?;
+            }
+            patience_over = verdict.stop;
+        }
+        if last || patience_over || asked || step.is_multiple_of(options.save_every) {
+            let path = session.save_checkpoint(&options.out, &state, options.keep)?;
+            on_event(Event::Saved(&path));
+        }
+        if asked && !last {
+            summary.ended = Ended::Interrupted;
+            break;
+        }
+        if patience_over {
+            summary.ended = Ended::EarlyStop;
+            break;
+        }
+    }
+    if summary.ended != Ended::Interrupted {
+        session.save_model(&options.out)?;
+        copy_files(&options.extra_files, &options.out)?;
+    }
+    let best = state.early_stop.best();
+    summary.steps = state.step;
+    summary.trained_tokens = state.trained_tokens;
+    summary.best_validation_loss = best.map(|b| b.value);
+    summary.best_step = best.map(|b| b.step);
+    summary.tokens_per_second = steps_run as f64 * step_tokens / f64::max(training_seconds, 1e-9);
+    summary.seconds = started.elapsed().as_secs_f64();
+    Ok(summary)
+}
+
+/// One optimizer step over the micro-batches from `first` on; its result and
+/// its number of trained tokens.
+fn one_step(
+    session: &mut Session,
+    train: &dyn Batches,
+    first: u64,
+    accumulate: u64,
+    learning_rate: f64,
+    step: u64,
+    seed: u64,
+) -> Result<(crate::StepResult, usize), DeviceError> {
+    let owned: Vec<Batch> = (first..first + accumulate).map(|n| train.batch(n)).collect();
+    let micro: Vec<MicroBatch> = owned.iter().map(MicroBatch::from).collect();
+    let trained = micro.iter().map(MicroBatch::trained_tokens).sum();
+    Ok((session.train(&micro, learning_rate as f32, step, seed)?, trained))
+}
+
+/// Mean loss over all trained tokens of an epoch, and their number.
+///
+/// # Errors
+/// The device's own.
+pub fn evaluate(session: &mut Session, batches: &dyn Batches) -> Result<(f64, usize), DeviceError> {
+    let (mut sum, mut tokens) = (0.0, 0);
+    for number in 0..batches.per_epoch() {
+        let (loss, count) = session.evaluate(&MicroBatch::from(&batches.batch(number)))?;
+        sum += loss;
+        tokens += count;
+    }
+    Ok((sum / tokens.max(1) as f64, tokens))
+}
+
+fn copy_files(files: &[PathBuf], folder: &Path) -> Result<(), RunError> {
+    for from in files.iter().filter(|f| f.exists()) {
+        let Some(name) = from.file_name() else { continue };
+        let to = folder.join(name);
+        if let Err(source) = std::fs::copy(from, &to) {
+            return Err(RunError::Copy { from: from.clone(), to, source });
+        }
+    }
+    Ok(())
+}
