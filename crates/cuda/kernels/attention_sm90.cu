@@ -12,13 +12,13 @@
 //   map_qkv    over qkv:   dims {D, H + 2*K, T, B}, byte strides {2*D, 2*D*(H + 2*K), 2*D*(H + 2*K)*T}
 //   map_d_out  over d_out: dims {D, H, T, B},       byte strides {2*D, 2*D*H, 2*D*H*T}
 //
-// Launches, for D = 64, 96, 128 (the suffix _dD); W = 64 for D = 64, else 128:
+// Launches, for D = 64, 96, 128 (the suffix _dD):
 //   attention_fwd_sm90_dD(map_qkv, doc_start, out, lse, B, T, H, K, window, scale)
-//       tiles = B*H*ceil(T/@FBM@), block @FTHREADS@, shared @FSMEM@
+//       tiles = B*H*ceil(T/128), block 384, shared 83024 bytes for D = 64, 164944 for D = 96 and 128
 //   attention_bwd_dkdv_sm90_dD(map_qkv, map_d_out, stats, doc_start, d_qkv, B, T, H, K, window, scale)
-//       tiles = B*K*ceil(T/128), block 384, shared @KSMEM@
+//       tiles = B*K*ceil(T/128), block 384, shared 101456 bytes for D = 64, 199760 for D = 96 and 128
 //   attention_bwd_dq_sm90_dD(map_qkv, map_d_out, stats, doc_start, d_qkv, B, T, H, K, window, scale)
-//       tiles = B*H*ceil(T/128), block 384, shared @QSMEM@
+//       tiles = B*H*ceil(T/128), block 384, shared 99376 bytes for D = 64, 197712 for D = 96 and 128
 // grid is (G, 1, 1) with any 1 <= G <= tiles: blocks stride over the tiles, longest first. G = tiles lets the
 // hardware balance the load; G = number of multiprocessors overlaps the end of a tile with the next one's loads.
 
@@ -284,7 +284,7 @@ struct Forward {
     static constexpr int BM = 64 * WARPGROUPS, BN = 128, STAGES = 2;
     static constexpr int Q_BYTES = TILE_BYTES<D, BM>, KV_BYTES = TILE_BYTES<D, BN>;
     static constexpr int BARRIERS = Q_BYTES + 2 * STAGES * KV_BYTES;
-    static constexpr int SMEM = BARRIERS + (2 + 4 * STAGES) * 8 + 1024;
+    static_assert(BARRIERS + (2 + 4 * STAGES) * 8 + 1024 <= 232448, "shared memory of a block");
 
     // One online-softmax step over s; returns exp2(old max - new max) per row in alpha.
     static __device__ __forceinline__ void softmax(float (&s)[BN / 2], float (&mx)[2], float (&sum)[2], float (&alpha)[2],
@@ -483,7 +483,7 @@ struct BackwardKv {
     static constexpr int KV_BYTES = TILE_BYTES<D, BN>, QO_BYTES = TILE_BYTES<D, BM>, STATS_BYTES = BM * 8;
     static constexpr int STATS = 2 * KV_BYTES + 2 * STAGES * QO_BYTES;
     static constexpr int BARRIERS = STATS + STAGES * STATS_BYTES;
-    static constexpr int SMEM = BARRIERS + (2 + 2 * STAGES) * 8 + 1024;
+    static_assert(BARRIERS + (2 + 2 * STAGES) * 8 + 1024 <= 232448, "shared memory of a block");
 
     // Number of query tiles, from the one holding key n0 on, that see a key of [n0, n0 + BN).
     static __device__ __forceinline__ int query_tiles(const int* doc, int n0, int T, int window) {
@@ -587,7 +587,7 @@ struct BackwardKv {
 #pragma unroll
             for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0.f;
 
-            // In flight at the top of a step, oldest first: S(i), dK(i-1), dP(i).
+            // At the top of a step S(i) is complete and nothing is in flight.
             mbar_wait(kv_full, kv_parity);
             kv_parity ^= 1;
             mbar_wait(full + ring.stage * 8, ring.parity);
@@ -596,15 +596,15 @@ struct BackwardKv {
             wgmma_fence();
             product_nt<D, BN, BM>(s, k_desc, q_desc + (ring.stage * QO_BYTES >> 4));
             wgmma_commit();
-            wgmma_commit();
-            product_nt<D, BN, BM>(dp, v_desc, o_desc + (ring.stage * QO_BYTES >> 4));
-            wgmma_commit();
+            wgmma_wait<0>();
+            pin(s);
             int m0 = n0, m_end = n0 + count * BM;
-            int prev_stage = -1;
             auto step = [&](auto last) {
                 int stage = ring.stage;
-                wgmma_wait<2>();
-                pin(s);
+                pin(dp);
+                wgmma_fence();
+                product_nt<D, BN, BM>(dp, v_desc, o_desc + (stage * QO_BYTES >> 4));
+                wgmma_commit();
                 if (m0 < key_first + 64 || m0 + BM - 1 > hi_min) {
                     int l[2] = {t_lo[0] - m0, t_lo[1] - m0}, u[2] = {t_hi[0] - m0, t_hi[1] - m0};
                     mask_columns(s, l, u);
@@ -618,16 +618,15 @@ struct BackwardKv {
                         s[i * 4 + e] = exp2_fast(fmaf(s[i * 4 + e], scale_log2, -(e & 1 ? v.z : v.x)));
                 }
                 pack_operand(p, s);
+                wgmma_wait<0>();
                 pin(p);
+                pin(dv);
                 wgmma_fence();
                 product_nn(dv, p, o_desc + (stage * QO_BYTES >> 4));
                 wgmma_commit();
-                wgmma_wait<1>();  // dK(i-1) and dP(i) are done, dV(i) runs
                 pin(dp);
                 pin(ds);
                 pin(dk);
-                if (leader && prev_stage >= 0) mbar_arrive(empty + prev_stage * 8);
-                prev_stage = stage;
 #pragma unroll
                 for (int i = 0; i < BM / 8; ++i) {
                     float4 v = st[i * 4];
@@ -645,13 +644,12 @@ struct BackwardKv {
                     wgmma_commit();
                     product_nn(dk, ds, q_desc + (stage * QO_BYTES >> 4));
                     wgmma_commit();
-                    wgmma_wait<2>();  // dV(i): frees the registers of p
+                    wgmma_wait<0>();
+                    pin(s);
                     pin(p);
+                    pin(dk);
+                    if (leader) mbar_arrive(empty + stage * 8);
                     pin(dv);
-                    pin(dp);
-                    wgmma_fence();
-                    product_nt<D, BN, BM>(dp, v_desc, o_desc + (ring.stage * QO_BYTES >> 4));
-                    wgmma_commit();
                     m0 += BM;
                     if (m0 == m_end) m0 = n0;
                 } else {
@@ -683,7 +681,7 @@ struct BackwardQ {
     static constexpr int WARPGROUPS = 2, BM = 64 * WARPGROUPS;
     static constexpr int Q_BYTES = TILE_BYTES<D, BM>, KV_BYTES = TILE_BYTES<D, BN>;
     static constexpr int BARRIERS = 2 * Q_BYTES + 2 * STAGES * KV_BYTES;
-    static constexpr int SMEM = BARRIERS + (2 + 2 * STAGES) * 8 + 1024;
+    static_assert(BARRIERS + (2 + 2 * STAGES) * 8 + 1024 <= 232448, "shared memory of a block");
 
     static __device__ __forceinline__ void run(const TensorMap* map_qkv, const TensorMap* map_d_out,
                                                const float2* __restrict__ stats, const int* __restrict__ doc_start,
@@ -767,7 +765,7 @@ struct BackwardQ {
 #pragma unroll
             for (int i = 0; i < D / 2; ++i) dq[i] = 0.f;
 
-            // In flight at the top of a step, oldest first: S(n), dQ(n+1), dP(n).
+            // At the top of a step S(n) is complete and dP(n) is in flight.
             mbar_wait(q_full, q_parity);
             q_parity ^= 1;
             mbar_wait(full + ring.stage * 8, ring.parity);
@@ -776,14 +774,12 @@ struct BackwardQ {
             wgmma_fence();
             product_nt<D, BM, BN>(s, q_desc, k_desc + (ring.stage * KV_BYTES >> 4));
             wgmma_commit();
-            wgmma_commit();
             product_nt<D, BM, BN>(dp, o_desc, v_desc + (ring.stage * KV_BYTES >> 4));
             wgmma_commit();
+            wgmma_wait<1>(); pin(s);
             int n = n_end, prev_stage = -1;
             auto step = [&](auto last) {
                 int stage = ring.stage, n0 = n * BN;
-                wgmma_wait<2>();
-                pin(s);
                 if (n0 + BN - 1 > t_first || n0 < lo_max) {
                     int l[2] = {lo[0] - n0, lo[1] - n0}, u[2] = {hi0 - n0, hi0 + 8 - n0};
                     mask_columns(s, l, u);
@@ -813,6 +809,7 @@ struct BackwardQ {
                     wgmma_commit();
                     product_nt<D, BM, BN>(dp, o_desc, v_desc + (ring.stage * KV_BYTES >> 4));
                     wgmma_commit();
+                    wgmma_wait<1>(); pin(s); pin(dq); pin(ds);
                 } else {
                     pin(ds);
                     wgmma_fence();
