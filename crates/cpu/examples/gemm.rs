@@ -1,12 +1,13 @@
 //! Matrix products side by side with the `gemm` crate, in GFLOP/s:
-//! `cargo run --release -p plimsoll-cpu --example gemm`. Rounds are interleaved,
-//! so that a busy machine slows both alike.
+//! `cargo run --release -p plimsoll-cpu --example gemm [ROUNDS [wall|cpu [THREADS]]]`.
+//! Rounds are interleaved, so that a busy machine slows both alike; `cpu 1` counts
+//! the time of one core without what other processes take.
 
 use plimsoll_cpu::kernels::{Mat, gemm, gemm_workspace};
+use plimsoll_cpu::pool::{Pool, threads};
 use std::time::Duration;
 
-/// CPU time of this process: on a shared machine, run with RAYON_NUM_THREADS=1 and
-/// `cpu` to leave out what other processes take.
+/// Wall time, or CPU time of this process.
 fn now(cpu: bool) -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     let clock = if cpu { libc::CLOCK_PROCESS_CPUTIME_ID } else { libc::CLOCK_MONOTONIC };
@@ -25,6 +26,10 @@ fn main() {
     ];
     let rounds: usize = std::env::args().nth(1).and_then(|x| x.parse().ok()).unwrap_or(9);
     let cpu = std::env::args().nth(2).as_deref() == Some("cpu");
+    let threads = std::env::args().nth(3).and_then(|x| x.parse().ok()).unwrap_or_else(threads);
+    let pool = Pool::new(threads).expect("threads");
+    let parallelism =
+        if threads == 1 { ::gemm::Parallelism::None } else { ::gemm::Parallelism::Rayon(threads) };
     println!("{:>22} {:>6} {:>9} {:>9}  (best, median)", "M N K", "form", "ours", "gemm");
     for (m, n, k) in shapes {
         let x = vec![0.5f32; m * k];
@@ -42,7 +47,7 @@ fn main() {
             let (mut ours, mut theirs) = (Vec::new(), Vec::new());
             for _ in 0..rounds {
                 let start = now(cpu);
-                gemm(a, b, &mut out, cn, None, false, &mut ws);
+                pool.install(|| gemm(a, b, &mut out, cn, None, false, &mut ws));
                 ours.push(flops / (now(cpu) - start).as_secs_f64() * 1e-9);
                 let start = now(cpu);
                 // SAFETY: the buffers have these shapes.
@@ -71,7 +76,7 @@ fn main() {
                         false,
                         false,
                         false,
-                        ::gemm::Parallelism::Rayon(0),
+                        parallelism,
                     );
                 }
                 theirs.push(flops / (now(cpu) - start).as_secs_f64() * 1e-9);

@@ -7,7 +7,7 @@
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::JoinHandle;
 
 /// How often an idle thread looks for work before it sleeps: some ten
@@ -119,20 +119,39 @@ pub fn thread_index() -> usize {
     INDEX.get().unwrap_or(0)
 }
 
-/// Threads of the pool that runs this; 1 outside of one.
+/// Threads of the pool that runs this, or of the process's own pool; 1 inside
+/// of a task.
 pub fn threads() -> usize {
     let state = CURRENT.get();
-    // SAFETY: set by `install`, which outlives the closure that asks.
-    if state.is_null() { 1 } else { unsafe { (*state).threads } }
+    if !state.is_null() {
+        // SAFETY: set by `install`, which outlives the closure that asks.
+        unsafe { (*state).threads }
+    } else if INDEX.get().is_some() {
+        1
+    } else {
+        process_pool().threads()
+    }
+}
+
+/// The pool of whoever has none: a thread a core, started at first use.
+fn process_pool() -> &'static Pool {
+    static POOL: OnceLock<Pool> = OnceLock::new();
+    POOL.get_or_init(|| {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Pool::new(cores).or_else(|_| Pool::new(1)).expect("a pool of one starts no thread")
+    })
 }
 
 /// Runs `task(0..iterations)` on all threads of the current pool, each
-/// iteration once, and returns when all are done. Outside of a pool, and inside
-/// of a task, the loop runs on the calling thread.
+/// iteration once, and returns when all are done. Inside of a task the loop
+/// runs on the calling thread.
 pub fn for_each<F: Fn(usize) + Sync>(iterations: usize, task: F) {
     let state = CURRENT.get();
-    if state.is_null() || iterations < 2 {
+    if iterations < 2 || (state.is_null() && INDEX.get().is_some()) {
         return (0..iterations).for_each(task);
+    }
+    if state.is_null() {
+        return process_pool().install(|| for_each(iterations, task));
     }
     // SAFETY: as above.
     unsafe { &*state }.run(iterations, &task);
@@ -291,9 +310,8 @@ mod tests {
     fn a_panic_reaches_the_caller_and_the_pool_survives() {
         let pool = Pool::new(2).unwrap();
         for bad in [0, 63] {
-            let result = std::panic::catch_unwind(|| {
-                pool.install(|| for_each(64, |i| assert_ne!(i, bad)));
-            });
+            let run = || pool.install(|| for_each(64, |i| assert_ne!(i, bad)));
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(run));
             assert!(result.is_err());
         }
         pool.install(|| for_each(8, |_| {}));

@@ -186,7 +186,7 @@ fn d_w_of(c: usize) -> [f32; 576] {
 #[test]
 fn kernels_never_allocate() {
     for threads in [1, 2, 3] {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let pool = plimsoll_cpu::pool::Pool::new(threads).unwrap();
         pool.install(|| {
             products::<f32>();
             products::<bf16>();

@@ -86,7 +86,7 @@ fn check<X: Elem>(shape: &AttentionShape, documents: Documents) {
     let doc_start = starts(shape, documents);
     let expected = reference(&to_f64(&qkv), &to_f64(&d_out), &doc_start, shape);
     let results = in_pools(|| {
-        let threads = rayon::current_num_threads();
+        let threads = plimsoll_cpu::pool::threads();
         let mut out = vec![X::from_f32(NAN); d_out.len()];
         let mut lse = vec![NAN; rows * shape.heads];
         let mut ws = vec![NAN; attention_forward_workspace(shape, threads)];
@@ -185,7 +185,7 @@ fn cached<X: Elem, C: Elem>(
     let expected = reference(&to_f64(&qkv), &zeros, &vec![0; 2 * total], &whole).out;
     let capacity = total + 5;
     let results = in_pools(|| {
-        let threads = rayon::current_num_threads();
+        let threads = plimsoll_cpu::pool::threads();
         let mut k = vec![C::from_f32(NAN); 2 * capacity * kv_heads * d];
         let mut v = k.clone();
         let mut outs = vec![X::from_f32(NAN); 2 * total * heads * d];

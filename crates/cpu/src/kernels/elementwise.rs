@@ -62,15 +62,20 @@ pub fn add_assign<A: Elem, B: Elem>(x: &mut [A], b: &[B]) {
 /// Sum of x^2: in `f32` within pieces of 1024, in `f64` over them. For the norm of
 /// all gradients, add up the tensors' sums in a fixed order.
 pub fn sum_of_squares<T: Elem>(x: &[T]) -> f64 {
-    // Halves at multiples of the piece: the tree depends on the length alone.
-    if x.len() <= GRAIN {
-        return x.chunks(1024).map(|x| sum_of_squares_piece(x) as f64).sum();
-    }
-    let half = x.len().div_ceil(GRAIN).div_ceil(2) * GRAIN;
-    let (a, b) = x.split_at(half);
-    let (a, b) = rayon::join(|| sum_of_squares(a), || sum_of_squares(b));
-    a + b
+    // Few parts, cut by the length alone, added up in their order.
+    let mut parts = [0.0f64; PARTS];
+    let part = x.len().div_ceil(PARTS).next_multiple_of(1024);
+    let sums = Shared::new(&mut parts);
+    for_each(PARTS, x.len() > GRAIN, |i| {
+        let x = &x[(i * part).min(x.len())..((i + 1) * part).min(x.len())];
+        // SAFETY: one task a part.
+        let sum = unsafe { &mut sums.slice(i, 1)[0] };
+        *sum = x.chunks(1024).map(|x| sum_of_squares_piece(x) as f64).sum();
+    });
+    parts.iter().sum()
 }
+
+const PARTS: usize = 64;
 
 // As in the norms: few partial sums, fixed by the shape.
 fn chunk_rows(rows: usize) -> usize {

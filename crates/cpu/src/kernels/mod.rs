@@ -8,7 +8,7 @@
 //!   and every sum has one order.
 //!
 //! Arguments of the wrong length panic: shapes are the caller's to check.
-//! Kernels share their work through the rayon pool that calls them.
+//! Kernels share their work through the pool that calls them (`crate::pool`).
 
 // Loops over lanes and rows index several arrays at once.
 #![allow(clippy::needless_range_loop)]

@@ -1,6 +1,7 @@
-//! Work sharing over rayon's pool without allocating.
+//! Work sharing over the pool that calls a kernel.
 
-use rayon::prelude::*;
+use crate::pool;
+pub use crate::pool::{thread_index, threads};
 
 /// Elements below which sharing costs more than it saves.
 pub const GRAIN: usize = 16 * 1024;
@@ -37,7 +38,7 @@ impl<T> Shared<T> {
 #[inline]
 pub fn for_each(n: usize, parallel: bool, task: impl Fn(usize) + Send + Sync) {
     if parallel && n > 1 {
-        (0..n).into_par_iter().for_each(task);
+        pool::for_each(n, task);
     } else {
         (0..n).for_each(task);
     }
@@ -46,14 +47,4 @@ pub fn for_each(n: usize, parallel: bool, task: impl Fn(usize) + Send + Sync) {
 /// Rows of a task, for rows of `width` elements.
 pub fn rows_per_task(width: usize) -> usize {
     (GRAIN / width.max(1)).max(1)
-}
-
-/// Number of the calling thread in its pool, below [`threads`].
-pub fn thread_index() -> usize {
-    rayon::current_thread_index().unwrap_or(0)
-}
-
-/// Threads of the pool that runs this, at least 1.
-pub fn threads() -> usize {
-    rayon::current_num_threads().max(1)
 }

@@ -25,10 +25,9 @@ pub fn to_f64<T: Elem>(x: &[T]) -> Vec<f64> {
 
 /// Runs `f` in pools of 1, 2 and 3 threads.
 pub fn in_pools<R: Send>(f: impl Fn() -> R + Send + Sync) -> Vec<R> {
-    static POOLS: std::sync::OnceLock<Vec<rayon::ThreadPool>> = std::sync::OnceLock::new();
-    let pools = POOLS.get_or_init(|| {
-        (1..=3).map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().unwrap()).collect()
-    });
+    static POOLS: std::sync::OnceLock<Vec<plimsoll_cpu::pool::Pool>> = std::sync::OnceLock::new();
+    let pools =
+        POOLS.get_or_init(|| (1..=3).map(|n| plimsoll_cpu::pool::Pool::new(n).unwrap()).collect());
     pools.iter().map(|pool| pool.install(&f)).collect()
 }
 

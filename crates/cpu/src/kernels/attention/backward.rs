@@ -1,11 +1,14 @@
 //! The backward pass: FlashAttention-2's five products a block, summed in one
 //! order whatever the number of threads.
 
-use super::{AttentionShape, BLOCK_K, BLOCK_Q, KeysValues, MAX_NR, Mask, copy_rows};
+use super::{AttentionShape, BLOCK_K, BLOCK_Q, KeysValues, MAX_MR, MAX_NR, Mask};
+use super::{copy_rows, spread};
 use crate::kernels::elem::Elem;
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::gemm::{Avx2, Avx512};
-use crate::kernels::gemm::{Portable, Tile, pack_panel, tile_column};
+use crate::kernels::gemm::{
+    Portable, Tile, pack_panel, pack_panels, tile_column, tile_rows, unpack_panel,
+};
 use crate::kernels::parallel::{Shared, for_each, thread_index, threads};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::simd::{Isa, isa};
@@ -38,13 +41,18 @@ fn padded(d: usize) -> usize {
     d.next_multiple_of(MAX_NR)
 }
 
+// Distance between the rows of a block of scores: see `spread`.
+const SCORES: usize = BLOCK_Q + 16;
+
 /// `f32` elements that one thread needs: keys and values, their gradients, the
 /// block of queries in both orders, d_q, two blocks of scores, lse and delta.
 fn per_thread(shape: &AttentionShape, threads: usize) -> usize {
     let (t, d, wide) = (shape.tokens, shape.head_dim, padded(shape.head_dim));
     let whole = one_pass(shape, threads);
-    let kv = 2 * t * d + 2 * if whole { t } else { t.min(CHUNK_K) } * wide;
-    kv + BLOCK_Q * (3 * d + 2 * wide + 2 * BLOCK_K + 2)
+    let sums = if whole { t } else { t.min(CHUNK_K) };
+    let kv = 2 * t * spread(d) + 2 * sums * spread(wide);
+    let whole = d.next_multiple_of(MAX_MR);
+    kv + t * whole + BLOCK_Q * (2 * d + whole + 2 * wide + 2) + 2 * BLOCK_K * SCORES
 }
 
 /// `f32` elements of workspace of [`attention_backward`] on a pool of `threads`.
@@ -90,11 +98,11 @@ pub fn attention_backward<X: Elem, Y: Elem, G: Elem>(
     };
     #[cfg(target_arch = "x86_64")]
     match isa() {
-        Isa::Avx512 => return job.run::<Avx512, 32>(),
-        Isa::Avx2 => return job.run::<Avx2, 16>(),
+        Isa::Avx512 => return job.run::<Avx512, 12, 32>(),
+        Isa::Avx2 => return job.run::<Avx2, 6, 16>(),
         Isa::Portable => {}
     }
-    job.run::<Portable, 16>()
+    job.run::<Portable, 6, 16>()
 }
 
 struct Job<'a, X, Y, G> {
@@ -110,13 +118,13 @@ struct Job<'a, X, Y, G> {
 }
 
 impl<X: Elem, Y: Elem, G: Elem> Job<'_, X, Y, G> {
-    fn run<K: Tile, const NR: usize>(&self) {
+    fn run<K: Tile, const MR: usize, const NR: usize>(&self) {
         let AttentionShape { batch, tokens, kv_heads, .. } = self.shape;
         let pairs = batch * kv_heads;
         let pair = |task: usize| (task % pairs / kv_heads, task % kv_heads);
         if one_pass(&self.shape, threads()) {
             for_each(pairs, true, |task| {
-                self.task::<K, NR>(Pass::Whole, pair(task), (0, tokens), (0, tokens));
+                self.task::<K, MR, NR>(Pass::Whole, pair(task), (0, tokens), (0, tokens));
             });
         } else {
             // The last queries see the most keys, the first keys are seen most.
@@ -124,19 +132,19 @@ impl<X: Elem, Y: Elem, G: Elem> Job<'_, X, Y, G> {
             for_each(pairs * chunks, true, |task| {
                 let t = (chunks - 1 - task / pairs) * CHUNK_Q;
                 let queries = (t, tokens.min(t + CHUNK_Q));
-                self.task::<K, NR>(Pass::Queries, pair(task), queries, (0, tokens));
+                self.task::<K, MR, NR>(Pass::Queries, pair(task), queries, (0, tokens));
             });
             for_each(pairs * tokens.div_ceil(CHUNK_K), true, |task| {
                 let key = task / pairs * CHUNK_K;
                 let keys = (key, tokens.min(key + CHUNK_K));
-                self.task::<K, NR>(Pass::Keys, pair(task), (0, tokens), keys);
+                self.task::<K, MR, NR>(Pass::Keys, pair(task), (0, tokens), keys);
             });
         }
     }
 
     /// The gradients of `pass` for the queries and keys of two ranges (multiples
     /// of their blocks) of one batch row and key head.
-    fn task<K: Tile, const NR: usize>(
+    fn task<K: Tile, const MR: usize, const NR: usize>(
         &self,
         pass: Pass,
         (b, kv_head): (usize, usize),
@@ -147,31 +155,46 @@ impl<X: Elem, Y: Elem, G: Elem> Job<'_, X, Y, G> {
         let (width, group, wide) = (self.shape.qkv_width(), self.shape.group(), padded(d));
         let visible =
             |t: usize| self.shape.visible(t, self.doc_start[b * tokens + t].max(0) as usize);
+        let (whole, ld, ldw) = (d.next_multiple_of(MR), spread(d), spread(wide));
         // No query sees a key after itself.
         let key_end = if pass == Pass::Queries { key_end.min(t_end) } else { key_end };
         let n_keys = key_end - key_begin;
 
         // SAFETY: the slot is this thread's, and tasks do not nest.
         let ws = unsafe { self.ws.slice(thread_index() * self.slot, self.slot) };
-        let (k, ws) = ws.split_at_mut(n_keys * d);
-        let (v, ws) = ws.split_at_mut(n_keys * d);
-        let n_sums = if pass == Pass::Queries { 0 } else { n_keys * wide };
+        let (k, ws) = ws.split_at_mut(n_keys * ld);
+        let (v, ws) = ws.split_at_mut(n_keys * ld);
+        let n_sums = if pass == Pass::Queries { 0 } else { n_keys * ldw };
+        let n_panels = if pass == Pass::Keys { 0 } else { n_keys * whole };
+        let (k_panels, ws) = ws.split_at_mut(n_panels);
         let (d_k, ws) = ws.split_at_mut(n_sums);
         let (d_v, ws) = ws.split_at_mut(n_sums);
         let (q_t, ws) = ws.split_at_mut(BLOCK_Q * d);
         let (d_out_t, ws) = ws.split_at_mut(BLOCK_Q * d);
-        let (d_q_t, ws) = ws.split_at_mut(BLOCK_Q * d);
+        let (d_q_t, ws) = ws.split_at_mut(BLOCK_Q * whole);
         let (q, ws) = ws.split_at_mut(BLOCK_Q * wide);
         let (d_out, ws) = ws.split_at_mut(BLOCK_Q * wide);
-        let (p, ws) = ws.split_at_mut(BLOCK_K * BLOCK_Q);
-        let (d_s, ws) = ws.split_at_mut(BLOCK_K * BLOCK_Q);
+        let (p, ws) = ws.split_at_mut(BLOCK_K * SCORES);
+        let (d_s, ws) = ws.split_at_mut(BLOCK_K * SCORES);
         let (lse, ws) = ws.split_at_mut(BLOCK_Q);
         let (delta, _) = ws.split_at_mut(BLOCK_Q);
 
         let kv = KeysValues::fused(self.qkv, &self.shape);
         let at = b * kv.batch_stride + key_begin * kv.row_stride + kv_head * d;
-        copy_rows(&kv.keys[at..], width, n_keys, d, d, 1.0, k);
-        copy_rows(&kv.values[at..], width, n_keys, d, d, 1.0, v);
+        copy_rows(&kv.keys[at..], width, n_keys, d, ld, 1.0, k);
+        copy_rows(&kv.values[at..], width, n_keys, d, ld, 1.0, v);
+        if pass != Pass::Keys {
+            // The gradient of the queries reads the keys down a block.
+            for key in (0..n_keys).step_by(BLOCK_K) {
+                let rows = BLOCK_K.min(n_keys - key);
+                let to = &mut k_panels[key * whole..(key + rows) * whole];
+                let from = &k[key * ld..(key + rows) * ld];
+                // SAFETY: rows of d floats, and panels of MR of them.
+                unsafe {
+                    pack_panels::<MR, f32>(to.as_mut_ptr(), from.as_ptr(), d, rows, (1, ld));
+                }
+            }
+        }
         d_k.fill(0.0);
         d_v.fill(0.0);
 
@@ -210,8 +233,8 @@ impl<X: Elem, Y: Elem, G: Elem> Job<'_, X, Y, G> {
                 }
                 super::super::elementwise::scale_slice(&mut q_t[..strips * NR * d], scale);
                 if pass != Pass::Queries {
-                    copy_rows(q_rows, width, n, d, wide, scale, q);
-                    copy_rows(d_out_rows, stride, n, d, wide, 1.0, d_out);
+                    copy_panels::<X, NR>(q_rows, width, n, d, scale, q);
+                    copy_panels::<Y, NR>(d_out_rows, stride, n, d, 1.0, d_out);
                 }
                 lse.fill(0.0);
                 delta.fill(0.0);
@@ -227,28 +250,28 @@ impl<X: Elem, Y: Elem, G: Elem> Job<'_, X, Y, G> {
                     // Rows of the block that any query of these sees.
                     let first = any.0.saturating_sub(key);
                     let last = in_block.min(any.1 - key);
-                    let tile = (key - key_begin) * d;
+                    let tile = (key - key_begin) * ld;
                     for (s, mask) in masks.iter().enumerate().take(strips) {
                         let (r0, r1) = mask.rows(key, in_block);
                         let column = s * NR;
                         for r in (first..r0.max(first)).chain(r1.max(r0.max(first))..last) {
-                            p[r * BLOCK_Q + column..][..NR].fill(0.0);
-                            d_s[r * BLOCK_Q + column..][..NR].fill(0.0);
+                            p[r * SCORES + column..][..NR].fill(0.0);
+                            d_s[r * SCORES + column..][..NR].fill(0.0);
                         }
                         if r0 >= r1 {
                             continue;
                         }
-                        let (rows, at) = (r1 - r0, r0 * BLOCK_Q + column);
+                        let (rows, at) = (r1 - r0, r0 * SCORES + column);
                         let strip = column * d..(column + NR) * d;
                         // SAFETY: rows r0..r1 lie inside k, v and the blocks.
                         unsafe {
                             let (p, d_s) = (p.as_mut_ptr().add(at), d_s.as_mut_ptr().add(at));
                             let q = q_t[strip.clone()].as_ptr();
-                            let k = k.as_ptr().add(tile + r0 * d);
-                            tile_column::<K>(rows, d, k, (d, 1), q, NR, p, BLOCK_Q, false);
+                            let k = k.as_ptr().add(tile + r0 * ld);
+                            tile_column::<K>(rows, d, k, (ld, 1), q, NR, p, SCORES, false);
                             let g = d_out_t[strip.clone()].as_ptr();
-                            let v = v.as_ptr().add(tile + r0 * d);
-                            tile_column::<K>(rows, d, v, (d, 1), g, NR, d_s, BLOCK_Q, false);
+                            let v = v.as_ptr().add(tile + r0 * ld);
+                            tile_column::<K>(rows, d, v, (ld, 1), g, NR, d_s, SCORES, false);
                         }
                         let lanes = column..column + NR;
                         let cut = mask.cuts(key + r0, key + r1);
@@ -265,40 +288,65 @@ impl<X: Elem, Y: Elem, G: Elem> Job<'_, X, Y, G> {
                             &delta[lanes],
                         );
                         if pass != Pass::Keys {
-                            // SAFETY: as above.
-                            unsafe {
-                                let k = k.as_ptr().add(tile + r0 * d);
-                                let d_s = d_s.as_ptr().add(at);
-                                let d_q = d_q_t[strip].as_mut_ptr();
-                                tile_column::<K>(d, rows, k, (1, d), d_s, BLOCK_Q, d_q, NR, true);
+                            let panels = &k_panels[(key - key_begin) * whole..];
+                            let d_q = &mut d_q_t[column * whole..(column + NR) * whole];
+                            for i in (0..whole).step_by(MR) {
+                                // SAFETY: a panel is MR wide and the block long.
+                                unsafe {
+                                    let k = panels.as_ptr().add(i * in_block + r0 * MR);
+                                    let d_s = d_s.as_ptr().add(at);
+                                    let d_q = d_q[i * NR..(i + MR) * NR].as_mut_ptr();
+                                    let a = (1, MR);
+                                    K::tile::<MR>(rows, k, a, d_s, SCORES, d_q, NR, true);
+                                }
                             }
                         }
                     }
                     if pass != Pass::Queries {
-                        let at = (key - key_begin + first) * wide;
-                        let (rows, from) = (last - first, first * BLOCK_Q);
                         for j in (0..d).step_by(NR) {
-                            // SAFETY: `wide` is a multiple of NR.
-                            unsafe {
-                                let (d_k, d_v) = (&mut d_k[at + j..], &mut d_v[at + j..]);
-                                let (p, d_s) = (p[from..].as_ptr(), d_s[from..].as_ptr());
-                                let (q, g) = (q[j..].as_ptr(), d_out[j..].as_ptr());
-                                let a = (BLOCK_Q, 1);
-                                let (d_k, d_v) = (d_k.as_mut_ptr(), d_v.as_mut_ptr());
-                                tile_column::<K>(rows, n, p, a, g, wide, d_v, wide, true);
-                                tile_column::<K>(rows, n, d_s, a, q, wide, d_k, wide, true);
+                            for r in (first..last).step_by(MR) {
+                                let rows = MR.min(last - r);
+                                // The queries before these keys do not see them.
+                                let i = (key + r).saturating_sub(t0);
+                                let from = r * SCORES + i;
+                                let panel = (j * BLOCK_Q + i * NR)..(j + NR) * BLOCK_Q;
+                                let to = (key - key_begin + r) * ldw + j;
+                                for (a, b, c) in [
+                                    (&p[from..], &d_out[panel.clone()], &mut d_v[to..]),
+                                    (&d_s[from..], &q[panel.clone()], &mut d_k[to..]),
+                                ] {
+                                    let (a, b, c) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
+                                    let strides = (SCORES, 1);
+                                    // SAFETY: `wide` is a multiple of NR, so that the
+                                    // columns beyond d are there too.
+                                    unsafe {
+                                        tile_rows::<K>(
+                                            rows,
+                                            n - i,
+                                            a,
+                                            strides,
+                                            b,
+                                            NR,
+                                            c,
+                                            ldw,
+                                            true,
+                                        );
+                                    }
+                                }
                             }
                         }
                     }
                 }
 
                 if pass != Pass::Keys {
-                    for i in 0..n {
-                        let strip = &d_q_t[i / NR * NR * d..];
+                    for s in 0..strips {
+                        let lanes = NR.min(n - s * NR);
+                        let to = (row + s * NR) * width + head * d;
                         // SAFETY: one task a query and head.
-                        let to = unsafe { self.d_qkv.slice((row + i) * width + head * d, d) };
-                        for (to, x) in to.iter_mut().zip(strip[i % NR..].iter().step_by(NR)) {
-                            *to = G::from_f32(x * scale);
+                        unsafe {
+                            let from = d_q_t[s * NR * whole..(s + 1) * NR * whole].as_ptr();
+                            let to = self.d_qkv.at(to);
+                            unpack_panel::<NR, G>(from, to, lanes, d, width, &[scale; NR]);
                         }
                     }
                 }
@@ -312,8 +360,8 @@ impl<X: Elem, Y: Elem, G: Elem> Job<'_, X, Y, G> {
                 let (to_k, to_v) =
                     unsafe { (self.d_qkv.slice(row, d), self.d_qkv.slice(row + kv_heads * d, d)) };
                 for i in 0..d {
-                    to_k[i] = G::from_f32(d_k[j * wide + i]);
-                    to_v[i] = G::from_f32(d_v[j * wide + i]);
+                    to_k[i] = G::from_f32(d_k[j * ldw + i]);
+                    to_v[i] = G::from_f32(d_v[j * ldw + i]);
                 }
             }
         }
@@ -337,9 +385,9 @@ simd_fn! {
         let lse: &[f32; NR] = lse.try_into().unwrap();
         let delta: &[f32; NR] = delta.try_into().unwrap();
         for r in 0..rows {
-            let p: &mut [f32; NR] = (&mut p[r * BLOCK_Q..r * BLOCK_Q + NR]).try_into().unwrap();
+            let p: &mut [f32; NR] = (&mut p[r * SCORES..r * SCORES + NR]).try_into().unwrap();
             let d_s: &mut [f32; NR] =
-                (&mut d_s[r * BLOCK_Q..r * BLOCK_Q + NR]).try_into().unwrap();
+                (&mut d_s[r * SCORES..r * SCORES + NR]).try_into().unwrap();
             let key = first_key + r as i32;
             for l in 0..NR {
                 let seen = (lo[l] <= key) & (key < hi[l]);
@@ -347,6 +395,37 @@ simd_fn! {
                 let e = if seen { e } else { 0.0 };
                 p[l] = e;
                 d_s[l] = e * (d_s[l] - delta[l]);
+            }
+        }
+    }
+}
+
+simd_fn! {
+    /// Copies `n` rows of `d` elements, `stride` apart, times `factor`, to panels
+    /// (BLOCK_Q, NR) of their columns; the columns beyond d become zero.
+    fn copy_panels<T: Elem; const NR: usize>(
+        from: &[T],
+        stride: usize,
+        n: usize,
+        d: usize,
+        factor: f32,
+        to: &mut [f32],
+    ) {
+        for j in (0..d).step_by(NR) {
+            let columns = NR.min(d - j);
+            let panel = &mut to[j * BLOCK_Q..(j + NR) * BLOCK_Q];
+            for (i, to) in panel.as_chunks_mut::<NR>().0.iter_mut().enumerate().take(n) {
+                let from = &from[i * stride + j..][..columns];
+                if let Ok(from) = <&[T; NR]>::try_from(from) {
+                    for l in 0..NR {
+                        to[l] = from[l].to_f32() * factor;
+                    }
+                } else {
+                    to.fill(0.0);
+                    for l in 0..columns {
+                        to[l] = from[l].to_f32() * factor;
+                    }
+                }
             }
         }
     }

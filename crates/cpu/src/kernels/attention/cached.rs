@@ -134,14 +134,14 @@ fn decode<X: Elem, C: Elem, Y: Elem>(
             let mut scores = [[0.0f32; CHUNK]; HEADS];
             let (keys, stride) = (&kv.keys[at..], kv.row_stride);
             match m {
-                1 => score::<C, 1>(&q, keys, stride, n, d, &mut scores),
-                2 => score::<C, 2>(&q, keys, stride, n, d, &mut scores),
-                3 => score::<C, 3>(&q, keys, stride, n, d, &mut scores),
-                4 => score::<C, 4>(&q, keys, stride, n, d, &mut scores),
-                5 => score::<C, 5>(&q, keys, stride, n, d, &mut scores),
-                6 => score::<C, 6>(&q, keys, stride, n, d, &mut scores),
-                7 => score::<C, 7>(&q, keys, stride, n, d, &mut scores),
-                _ => score::<C, 8>(&q, keys, stride, n, d, &mut scores),
+                1 => score::<C, 1, 4>(&q, keys, stride, n, d, &mut scores),
+                2 => score::<C, 2, 4>(&q, keys, stride, n, d, &mut scores),
+                3 => score::<C, 3, 4>(&q, keys, stride, n, d, &mut scores),
+                4 => score::<C, 4, 2>(&q, keys, stride, n, d, &mut scores),
+                5 => score::<C, 5, 2>(&q, keys, stride, n, d, &mut scores),
+                6 => score::<C, 6, 2>(&q, keys, stride, n, d, &mut scores),
+                7 => score::<C, 7, 1>(&q, keys, stride, n, d, &mut scores),
+                _ => score::<C, 8, 1>(&q, keys, stride, n, d, &mut scores),
             }
             let mut o = [0.0f32; HEADS * MAX_HEAD_DIM];
             let mut statistics = [(0.0, 0.0); HEADS];
@@ -166,8 +166,8 @@ fn decode<X: Elem, C: Elem, Y: Elem>(
     }
 }
 
-/// Scores of `n` keys for `M` heads.
-fn score<C: Elem, const M: usize>(
+/// Scores of `n` keys for `M` heads, `R` keys at a time.
+fn score<C: Elem, const M: usize, const R: usize>(
     q: &[f32],
     keys: &[C],
     stride: usize,
@@ -175,20 +175,16 @@ fn score<C: Elem, const M: usize>(
     d: usize,
     scores: &mut [[f32; CHUNK]; HEADS],
 ) {
-    let mut j = 0;
-    while j < n {
-        if j + 2 <= n {
-            let s = dots::<C, M, 2, 8>(q, &keys[j * stride..], stride, d);
-            for h in 0..M {
-                scores[h][j..j + 2].copy_from_slice(&s[h]);
-            }
-            j += 2;
-        } else {
-            let s = dots::<C, M, 1, 8>(q, &keys[j * stride..], stride, d);
-            for h in 0..M {
-                scores[h][j] = s[h][0];
-            }
-            j += 1;
+    for j in (0..n / R * R).step_by(R) {
+        let s = dots::<C, M, R>(q, &keys[j * stride..], stride, d);
+        for h in 0..M {
+            scores[h][j..j + R].copy_from_slice(&s[h]);
+        }
+    }
+    for j in n / R * R..n {
+        let s = dots::<C, M, 1>(q, &keys[j * stride..], stride, d);
+        for h in 0..M {
+            scores[h][j] = s[h][0];
         }
     }
 }

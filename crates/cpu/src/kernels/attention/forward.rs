@@ -1,10 +1,11 @@
 //! The forward pass, over fused rows or over a cache.
 
-use super::{AttentionShape, BLOCK_K, BLOCK_Q, KeysValues, MAX_NR, Mask, copy_rows};
+use super::{AttentionShape, BLOCK_K, BLOCK_Q, KeysValues, MAX_MR, MAX_NR, Mask};
+use super::{copy_rows, prefetch, spread};
 use crate::kernels::elem::Elem;
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::gemm::{Avx2, Avx512};
-use crate::kernels::gemm::{Portable, Tile, pack_panel, tile_column};
+use crate::kernels::gemm::{Portable, Tile, pack_panel, pack_panels, tile_column, unpack_panel};
 use crate::kernels::parallel::{Shared, for_each, thread_index, threads};
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::simd::{Isa, isa};
@@ -22,9 +23,9 @@ fn heads_per_task(shape: &AttentionShape) -> usize {
 
 /// `f32` elements that one thread needs.
 fn per_thread(shape: &AttentionShape) -> usize {
-    let d = shape.head_dim;
-    let strips = BLOCK_Q * heads_per_task(shape);
-    strips * (2 * d + 2) + BLOCK_K * MAX_NR + 2 * BLOCK_K * d
+    let (d, whole) = (shape.head_dim, shape.head_dim.next_multiple_of(MAX_MR));
+    let lanes = BLOCK_Q * heads_per_task(shape);
+    lanes * (d + whole + 2) + BLOCK_K * (MAX_NR + spread(d) + whole)
 }
 
 /// `f32` elements of workspace of [`attention_forward`] on a pool of `threads`.
@@ -69,14 +70,16 @@ pub(super) fn flash<X: Elem, C: Elem, Y: Elem>(
     assert_eq!(out.len(), shape.rows() * shape.heads * shape.head_dim, "out");
     #[cfg(target_arch = "x86_64")]
     match isa() {
-        Isa::Avx512 => return tasks::<Avx512, 32, _, _, _>(qkv, kv, out, lse, shape, visible, ws),
-        Isa::Avx2 => return tasks::<Avx2, 16, _, _, _>(qkv, kv, out, lse, shape, visible, ws),
+        Isa::Avx512 => {
+            return tasks::<Avx512, 12, 32, _, _, _>(qkv, kv, out, lse, shape, visible, ws);
+        }
+        Isa::Avx2 => return tasks::<Avx2, 6, 16, _, _, _>(qkv, kv, out, lse, shape, visible, ws),
         Isa::Portable => {}
     }
-    tasks::<Portable, 16, _, _, _>(qkv, kv, out, lse, shape, visible, ws)
+    tasks::<Portable, 6, 16, _, _, _>(qkv, kv, out, lse, shape, visible, ws)
 }
 
-fn tasks<K: Tile, const NR: usize, X: Elem, C: Elem, Y: Elem>(
+fn tasks<K: Tile, const MR: usize, const NR: usize, X: Elem, C: Elem, Y: Elem>(
     qkv: &[X],
     kv: KeysValues<C>,
     out: &mut [Y],
@@ -90,6 +93,8 @@ fn tasks<K: Tile, const NR: usize, X: Elem, C: Elem, Y: Elem>(
     if shape.rows() * heads * d == 0 {
         return;
     }
+    // Outputs and values are padded to whole tiles of MR dimensions.
+    let (whole, ld) = (d.next_multiple_of(MR), spread(d));
     let slot = per_thread(shape);
     assert!(ws.len() >= slot * threads(), "workspace of {} floats", ws.len());
     let (out, lse) = (Shared::new(out), lse.map(Shared::new));
@@ -110,11 +115,11 @@ fn tasks<K: Tile, const NR: usize, X: Elem, C: Elem, Y: Elem>(
         // SAFETY: the slot is this thread's, and tasks do not nest.
         let ws = unsafe { ws.slice(thread_index() * slot, slot) };
         let (q_t, ws) = ws.split_at_mut(share * BLOCK_Q * d);
-        let (o_t, ws) = ws.split_at_mut(share * BLOCK_Q * d);
+        let (o_t, ws) = ws.split_at_mut(share * BLOCK_Q * whole);
         let (max, ws) = ws.split_at_mut(share * BLOCK_Q);
         let (sum, ws) = ws.split_at_mut(share * BLOCK_Q);
         let (scores, ws) = ws.split_at_mut(BLOCK_K * MAX_NR);
-        let (k_tile, v_tile) = ws.split_at_mut(BLOCK_K * d);
+        let (k_tile, v_panels) = ws.split_at_mut(BLOCK_K * ld);
 
         let head = |h: usize| kv_head * group + first_head + h;
         for h in 0..heads_here {
@@ -147,54 +152,86 @@ fn tasks<K: Tile, const NR: usize, X: Elem, C: Elem, Y: Elem>(
             let first = any.0.saturating_sub(key);
             let at = b * kv.batch_stride + (key + first) * kv.row_stride + kv_head * d;
             let rows = n - first;
-            copy_rows(&kv.keys[at..], kv.row_stride, rows, d, d, 1.0, &mut k_tile[first * d..]);
-            copy_rows(&kv.values[at..], kv.row_stride, rows, d, d, 1.0, &mut v_tile[first * d..]);
+            copy_rows(&kv.keys[at..], kv.row_stride, rows, d, ld, 1.0, k_tile);
+            // The product with the values reads them down the keys: in panels, so
+            // that it stays within a few cache lines.
+            let v = &kv.values[at..];
+            assert!(v.len() >= (rows - 1) * kv.row_stride + d && v_panels.len() >= rows * whole);
+            // SAFETY: asserted.
+            unsafe {
+                let to = v_panels.as_mut_ptr();
+                pack_panels::<MR, C>(to, v.as_ptr(), d, rows, (1, kv.row_stride));
+            }
+            let next = at + rows * kv.row_stride;
+            let next_rows = BLOCK_K.min(any.1 - (key + n));
+            let (mut strip, all_strips) = (0, heads_here * strips);
             for h in 0..heads_here {
                 for (s, mask) in masks.iter().enumerate().take(strips) {
+                    // The next block comes in while this one is multiplied.
+                    let part = |strip: usize| strip * next_rows / all_strips;
+                    for j in part(strip)..part(strip + 1) {
+                        let row = next + j * kv.row_stride;
+                        prefetch(&kv.keys[row..row + d]);
+                        prefetch(&kv.values[row..row + d]);
+                    }
+                    strip += 1;
+
                     let (r0, r1) = mask.rows(key, n);
                     if r0 == r1 {
                         continue;
                     }
-                    let (at, rows) = (h * strips + s, r1 - r0);
+                    let (at, rows_here) = (h * strips + s, r1 - r0);
                     let q_t = &q_t[at * d * NR..(at + 1) * d * NR];
-                    let o_t = &mut o_t[at * d * NR..(at + 1) * d * NR];
-                    let p = &mut scores[..rows * NR];
-                    // SAFETY: rows r0..r1 of the tiles are filled.
+                    let o_t = &mut o_t[at * whole * NR..(at + 1) * whole * NR];
+                    let p = &mut scores[..rows_here * NR];
+                    // SAFETY: rows r0..r1 of the block are filled, from `first` on.
                     unsafe {
-                        let k = k_tile.as_ptr().add(r0 * d);
-                        let q = q_t.as_ptr();
-                        tile_column::<K>(rows, d, k, (d, 1), q, NR, p.as_mut_ptr(), NR, false);
+                        let k = k_tile.as_ptr().add((r0 - first) * ld);
+                        let (q, p) = (q_t.as_ptr(), p.as_mut_ptr());
+                        tile_column::<K>(rows_here, d, k, (ld, 1), q, NR, p, NR, false);
                     }
-                    if mask.cuts(key + r0, key + r1) {
-                        apply_mask::<NR>(p, (key + r0) as i32, &mask.lo, &mask.hi);
+                    let (first_key, end) = (key + r0, key + r1);
+                    if first_key < mask.all.0 {
+                        apply_mask::<NR>(p, first_key as i32, &mask.lo, &mask.hi);
+                    } else if end > mask.all.1 {
+                        // Only the keys near the queries are cut.
+                        let cut = mask.all.1.max(first_key);
+                        let p = &mut p[(cut - first_key) * NR..];
+                        apply_mask::<NR>(p, cut as i32, &mask.lo, &mask.hi);
                     }
                     let lanes = at * NR..(at + 1) * NR;
                     let (max, sum) = (&mut max[lanes.clone()], &mut sum[lanes]);
                     update_softmax::<NR>(p, max, sum, o_t);
-                    // SAFETY: as above.
-                    unsafe {
-                        let v = v_tile.as_ptr().add(r0 * d);
-                        let o = o_t.as_mut_ptr();
-                        tile_column::<K>(d, rows, v, (1, d), p.as_ptr(), NR, o, NR, true);
+                    for i in (0..whole).step_by(MR) {
+                        // SAFETY: a panel is MR wide and `rows` long.
+                        unsafe {
+                            let v = v_panels.as_ptr().add(i * rows + (r0 - first) * MR);
+                            let o = o_t[i * NR..(i + MR) * NR].as_mut_ptr();
+                            K::packed_tile(rows_here, v, p.as_ptr(), o, NR, true);
+                        }
                     }
                 }
             }
         }
 
         for h in 0..heads_here {
-            for i in 0..queries {
-                let (at, lane) = (h * strips + i / NR, i % NR);
-                let o_t = &o_t[at * d * NR..(at + 1) * d * NR];
-                let sum = sum[at * NR + lane];
-                let inverse = if sum > 0.0 { 1.0 / sum } else { 0.0 };
-                let row = (b * tokens + t0 + i) * heads + head(h);
-                // SAFETY: one task a query and head.
-                let out = unsafe { out.slice(row * d, d) };
-                for (out, o) in out.iter_mut().zip(o_t[lane..].iter().step_by(NR)) {
-                    *out = Y::from_f32(o * inverse);
+            for s in 0..strips {
+                let (at, n) = (h * strips + s, NR.min(queries - s * NR));
+                let (max, sum) = (&max[at * NR..][..n], &sum[at * NR..][..n]);
+                let mut inverse = [0.0; NR];
+                for (inverse, sum) in inverse.iter_mut().zip(sum) {
+                    *inverse = 1.0 / sum;
                 }
-                if let Some(lse) = lse {
-                    unsafe { *lse.at(row) = max[at * NR + lane] + sum.ln() };
+                let row = (b * tokens + t0 + s * NR) * heads + head(h);
+                // SAFETY: one task a query and head.
+                unsafe {
+                    let o_t = o_t[at * whole * NR..(at + 1) * whole * NR].as_ptr();
+                    unpack_panel::<NR, Y>(o_t, out.at(row * d), n, d, heads * d, &inverse);
+                    if let Some(lse) = lse {
+                        for i in 0..n {
+                            *lse.at(row + i * heads) = max[i] + sum[i].ln();
+                        }
+                    }
                 }
             }
         }

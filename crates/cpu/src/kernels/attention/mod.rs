@@ -24,6 +24,7 @@ pub const MAX_HEAD_DIM: usize = 256;
 const BLOCK_K: usize = 96;
 // Queries of a block: a multiple of every tile's columns.
 const BLOCK_Q: usize = 64;
+const MAX_MR: usize = 12;
 const MAX_NR: usize = 32;
 
 /// Shapes of one attention call.
@@ -96,29 +97,46 @@ impl<'a, C: Elem> KeysValues<'a, C> {
     }
 }
 
-/// Copies `n` rows of `d` elements, `stride` apart, to rows of `width` floats, the
-/// rest of which becomes zero; times `factor`.
-fn copy_rows<C: Elem>(
-    from: &[C],
-    stride: usize,
-    n: usize,
-    d: usize,
-    width: usize,
-    factor: f32,
-    to: &mut [f32],
-) {
-    for (j, to) in to.chunks_exact_mut(width).take(n).enumerate() {
-        copy_row(&from[j * stride..j * stride + d], factor, &mut to[..d]);
-        to[d..].fill(0.0);
-    }
+/// Distance between rows of `n` floats that are read column by column: an odd number
+/// of cache lines, because powers of two would share a few sets of the cache.
+fn spread(n: usize) -> usize {
+    if n.is_multiple_of(32) { n + 16 } else { n }
 }
 
 super::simd::simd_fn! {
-    fn copy_row<C: Elem>(from: &[C], factor: f32, to: &mut [f32]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = from.to_f32() * factor;
+    /// Copies `n` rows of `d` elements, `stride` apart, to rows of `width` floats,
+    /// the rest of which becomes zero; times `factor`.
+    fn copy_rows<C: Elem>(
+        from: &[C],
+        stride: usize,
+        n: usize,
+        d: usize,
+        width: usize,
+        factor: f32,
+        to: &mut [f32],
+    ) {
+        for (j, to) in to.chunks_exact_mut(width).take(n).enumerate() {
+            let from = &from[j * stride..j * stride + d];
+            let (to, rest) = to.split_at_mut(d);
+            for (to, from) in to.iter_mut().zip(from) {
+                *to = from.to_f32() * factor;
+            }
+            rest.fill(0.0);
         }
     }
+}
+
+/// Asks for the cache lines of `row`.
+#[inline(always)]
+fn prefetch<C>(row: &[C]) {
+    #[cfg(target_arch = "x86_64")]
+    for at in row.chunks(64 / size_of::<C>()) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: every x86-64 processor has the instruction, which never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = row;
 }
 
 /// Visible keys of each lane of a strip of queries, and their hull.

@@ -181,6 +181,7 @@ mod x86 {
                 ) {
                     unsafe {
                         let mut acc = [[$zero(); 2]; M];
+                        fetch(M, c, c_rs);
                         for _ in 0..k {
                             let b0 = $load(b);
                             let b1 = $load(b.add($lanes));
@@ -219,12 +220,7 @@ mod x86 {
                                 }
                             };
                         }
-                        // C is needed last: fetch it while the sums run.
-                        for i in 0..M {
-                            let row = c.wrapping_add(i * c_rs);
-                            _mm_prefetch::<_MM_HINT_T0>(row.cast());
-                            _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(2 * $lanes - 1).cast());
-                        }
+                        fetch(M, c, c_rs);
                         for _ in 0..k / 4 {
                             step!(0);
                             step!(1);
@@ -239,6 +235,20 @@ mod x86 {
                             b = b.wrapping_add(2 * $lanes);
                         }
                         write(&acc, c, c_rs, accumulate);
+                    }
+                }
+
+                /// C is needed last: it comes in while the sums run.
+                #[inline]
+                #[target_feature(enable = $features)]
+                unsafe fn fetch(rows: usize, c: *mut f32, c_rs: usize) {
+                    for i in 0..rows {
+                        let row = c.wrapping_add(i * c_rs);
+                        // SAFETY: a hint, which never faults.
+                        unsafe {
+                            _mm_prefetch::<_MM_HINT_T0>(row.cast());
+                            _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(2 * $lanes - 1).cast());
+                        }
                     }
                 }
 

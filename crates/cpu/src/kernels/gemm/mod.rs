@@ -12,7 +12,7 @@ mod skinny;
 #[cfg(target_arch = "x86_64")]
 pub use micro::{Avx2, Avx512};
 pub use micro::{Portable, Tile, tile_column, tile_rows};
-pub use pack::pack_panel;
+pub use pack::{pack_panel, pack_panels, unpack_panel};
 pub(crate) use skinny::dots;
 pub use skinny::{SKINNY_ROWS, linear_skinny, linear_skinny_workspace};
 
@@ -74,8 +74,10 @@ const BLOCK_M: usize = 1536;
 const BLOCK_N: usize = 2048;
 const BLOCK_K: usize = 384;
 // A task's part of the block.
-const TASK_M: usize = 144;
+const TASK_M: usize = 192;
 const TASK_N: usize = 256;
+// Rows of A or columns of B that one task packs: whole panels of every tile.
+const PACK: usize = 96;
 // Below this many multiply-adds a product is not worth sharing.
 const SERIAL: usize = 32 * 32 * 32;
 // The widest tile of any instruction set: sizes must not depend on the machine.
@@ -173,51 +175,27 @@ fn gemm_with<T: Tile, const MR: usize, const NR: usize, A: Elem, B: Elem, C: Ele
                 let kw = kb.min(k - k0);
                 let (first, last) = (round == 0, k0 + kb >= k);
 
-                let (a_panels, b_panels) = (mw.div_ceil(MR), nw.div_ceil(NR));
-                // Panels are packed a few at a time: one is too little for a task.
-                const GROUP: usize = 4;
                 // Where K is one block, the packed B serves every block of rows, and
                 // the packed A every block of columns if it is the only one.
                 let a_packed = kb >= k && mb >= m && n0 > 0;
-                let a_groups = if a_packed { 0 } else { a_panels.div_ceil(GROUP) };
+                let a_groups = if a_packed { 0 } else { mw.div_ceil(PACK) };
                 let b_packed = kb >= k && m0 > 0;
-                let b_groups = if b_packed { 0 } else { b_panels.div_ceil(GROUP) };
+                let b_groups = if b_packed { 0 } else { nw.div_ceil(PACK) };
                 for_each(a_groups + b_groups, parallel, |group| {
                     // SAFETY: each panel is one task's; reads are inside the views.
                     unsafe {
                         if group < a_groups {
-                            let panels = group * GROUP..((group + 1) * GROUP).min(a_panels);
-                            for i in panels.map(|p| p * MR) {
-                                let src = a
-                                    .data
-                                    .as_ptr()
-                                    .add((m0 + i) * a.row_stride + k0 * a.col_stride);
-                                let strides = (a.row_stride, a.col_stride);
-                                pack_panel::<MR, A>(
-                                    a_pack.at(i * kw),
-                                    src,
-                                    MR.min(mw - i),
-                                    kw,
-                                    strides,
-                                );
-                            }
+                            let i = group * PACK;
+                            let at = (m0 + i) * a.row_stride + k0 * a.col_stride;
+                            let strides = (a.row_stride, a.col_stride);
+                            let (to, from) = (a_pack.at(i * kw), a.data.as_ptr().add(at));
+                            pack_panels::<MR, A>(to, from, PACK.min(mw - i), kw, strides);
                         } else {
-                            let group = group - a_groups;
-                            let panels = group * GROUP..((group + 1) * GROUP).min(b_panels);
-                            for j in panels.map(|p| p * NR) {
-                                let src = b
-                                    .data
-                                    .as_ptr()
-                                    .add(k0 * b.row_stride + (n0 + j) * b.col_stride);
-                                let strides = (b.col_stride, b.row_stride);
-                                pack_panel::<NR, B>(
-                                    b_pack.at(j * kw),
-                                    src,
-                                    NR.min(nw - j),
-                                    kw,
-                                    strides,
-                                );
-                            }
+                            let j = (group - a_groups) * PACK;
+                            let at = k0 * b.row_stride + (n0 + j) * b.col_stride;
+                            let strides = (b.col_stride, b.row_stride);
+                            let (to, from) = (b_pack.at(j * kw), b.data.as_ptr().add(at));
+                            pack_panels::<NR, B>(to, from, PACK.min(nw - j), kw, strides);
                         }
                     }
                 });

@@ -2,6 +2,8 @@
 //! them, converted to `f32`.
 
 use crate::kernels::elem::Elem;
+#[cfg(target_arch = "x86_64")]
+pub use x86::load8;
 
 /// Packs `width` x `k` elements `src[w * w_stride + p * k_stride]` as
 /// `dst[p * W + w]`; the lanes from `width` to `W` become zero.
@@ -17,7 +19,7 @@ pub unsafe fn pack_panel<const W: usize, T: Elem>(
 ) {
     unsafe {
         if w_stride == 1 && width == W {
-            copy_rows::<W, T>(dst, src, k, k_stride);
+            copy_rows::<T, W>(dst, src, 1, k, k_stride);
         } else if k_stride == 1 {
             transpose_rows::<W, T>(dst, src, width, k, w_stride);
         } else {
@@ -34,18 +36,50 @@ pub unsafe fn pack_panel<const W: usize, T: Elem>(
     }
 }
 
-unsafe fn copy_rows<const W: usize, T: Elem>(
+/// Packs panels of `W` until all of `width` is packed, one after another.
+///
+/// # Safety
+/// As for [`pack_panel`]; `dst` holds `k` times `width`, rounded up to `W`.
+pub unsafe fn pack_panels<const W: usize, T: Elem>(
     dst: *mut f32,
     src: *const T,
+    width: usize,
     k: usize,
-    stride: usize,
+    (w_stride, k_stride): (usize, usize),
 ) {
     unsafe {
+        let mut done = 0;
+        if w_stride == 1 {
+            // Rows of all panels together: a row may lie pages away from the next.
+            done = width / W * W;
+            copy_rows::<T, W>(dst, src, done / W, k, k_stride);
+        }
+        for w in (done..width).step_by(W) {
+            let (dst, src) = (dst.add(w * k), src.add(w * w_stride));
+            pack_panel::<W, T>(dst, src, W.min(width - w), k, (w_stride, k_stride));
+        }
+    }
+}
+
+crate::kernels::simd::simd_fn! {
+    /// `k` rows of `panels` times `W` contiguous elements; in bounds.
+    fn copy_rows<T: Elem; const W: usize>(
+        dst: *mut f32,
+        src: *const T,
+        panels: usize,
+        k: usize,
+        stride: usize,
+    ) {
         for p in 0..k {
-            let from = &*src.add(p * stride).cast::<[T; W]>();
-            let to = &mut *dst.add(p * W).cast::<[f32; W]>();
-            for w in 0..W {
-                to[w] = from[w].to_f32();
+            for panel in 0..panels {
+                // SAFETY: the caller's.
+                unsafe {
+                    let from = &*src.add(p * stride + panel * W).cast::<[T; W]>();
+                    let to = &mut *dst.add((panel * k + p) * W).cast::<[f32; W]>();
+                    for w in 0..W {
+                        to[w] = from[w].to_f32();
+                    }
+                }
             }
         }
     }
@@ -74,6 +108,34 @@ unsafe fn transpose_rows<const W: usize, T: Elem>(
     }
 }
 
+/// The way back: `k` x `width` floats `src[p * W + w]`, times `factors[w]`, to
+/// `dst[w * stride + p]`.
+///
+/// # Safety
+/// All in bounds, `src` to `k * W` and `factors` to `W`.
+pub unsafe fn unpack_panel<const W: usize, T: Elem>(
+    src: *const f32,
+    dst: *mut T,
+    width: usize,
+    k: usize,
+    stride: usize,
+    factors: &[f32; W],
+) {
+    unsafe {
+        let mut done = 0;
+        #[cfg(target_arch = "x86_64")]
+        if crate::kernels::simd::isa() >= crate::kernels::simd::Isa::Avx2 {
+            done = k / 8 * 8;
+            x86::unpack_rows::<W, T>(src, dst, width, done, stride, factors);
+        }
+        for w in 0..width {
+            for p in done..k {
+                *dst.add(w * stride + p) = T::from_f32(*src.add(p * W + w) * factors[w]);
+            }
+        }
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use crate::kernels::elem::Elem;
@@ -82,7 +144,7 @@ mod x86 {
     /// Eight elements as `f32`.
     #[inline]
     #[target_feature(enable = "avx2,fma,bmi2")]
-    unsafe fn load8<T: Elem>(src: *const T) -> __m256 {
+    pub unsafe fn load8<T: Elem>(src: *const T) -> __m256 {
         unsafe {
             if T::IS_F32 {
                 _mm256_loadu_ps(src.cast())
@@ -131,6 +193,41 @@ mod x86 {
                                 _mm_storel_pd(to.add(4).cast(), _mm_castps_pd(high));
                             }
                             _ => _mm256_storeu_ps(to, x),
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// `k` is a multiple of 8.
+    #[target_feature(enable = "avx2,fma,bmi2")]
+    pub unsafe fn unpack_rows<const W: usize, T: Elem>(
+        src: *const f32,
+        dst: *mut T,
+        width: usize,
+        k: usize,
+        stride: usize,
+        factors: &[f32; W],
+    ) {
+        unsafe {
+            for w in (0..width).step_by(8) {
+                let factors = _mm256_loadu_ps(factors.as_ptr().add(w));
+                for p in (0..k).step_by(8) {
+                    let mut x = [_mm256_setzero_ps(); 8];
+                    for i in 0..8 {
+                        let from = _mm256_loadu_ps(src.add((p + i) * W + w));
+                        x[i] = _mm256_mul_ps(from, factors);
+                    }
+                    let x = transpose(x);
+                    for (j, x) in x.into_iter().enumerate().take(width - w) {
+                        let to = dst.add((w + j) * stride + p);
+                        if T::IS_F32 {
+                            _mm256_storeu_ps(to.cast(), x);
+                        } else {
+                            let mut floats = [0.0f32; 8];
+                            _mm256_storeu_ps(floats.as_mut_ptr(), x);
+                            *to.cast::<[T; 8]>() = floats.map(T::from_f32);
                         }
                     }
                 }
