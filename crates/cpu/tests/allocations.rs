@@ -32,11 +32,11 @@ static ALLOCATOR: Counting = Counting;
 
 /// Runs `f` a few times to warm the pool, then counts.
 fn silent(what: &str, mut f: impl FnMut()) {
-    for _ in 0..3 {
+    for _ in 0..2 {
         f();
     }
     let before = COUNT.load(Ordering::Relaxed);
-    for _ in 0..20 {
+    for _ in 0..5 {
         f();
     }
     let count = COUNT.load(Ordering::Relaxed) - before;

@@ -241,14 +241,11 @@ mod x86 {
                 /// C is needed last: it comes in while the sums run.
                 #[inline]
                 #[target_feature(enable = $features)]
-                unsafe fn fetch(rows: usize, c: *mut f32, c_rs: usize) {
+                fn fetch(rows: usize, c: *mut f32, c_rs: usize) {
                     for i in 0..rows {
                         let row = c.wrapping_add(i * c_rs);
-                        // SAFETY: a hint, which never faults.
-                        unsafe {
-                            _mm_prefetch::<_MM_HINT_T0>(row.cast());
-                            _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(2 * $lanes - 1).cast());
-                        }
+                        _mm_prefetch::<_MM_HINT_T0>(row.cast());
+                        _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(2 * $lanes - 1).cast());
                     }
                 }
 
