@@ -1,1 +1,26 @@
-//! The CUDA device.
+//! The CUDA device: runs a program at its layout on an NVIDIA GPU (Ampere or
+//! newer), from a binary that is built and started without CUDA.
+//!
+//! [`CudaDevice`] holds one reservation of exactly the planned bytes. Each section
+//! of a program becomes one CUDA graph at its first run and is replayed after
+//! that: no allocation, no synchronization and no host work inside a step. Read
+//! `launch` for the list of ops and what they launch, `products` for matrix
+//! products, `attention` for the choice of attention kernels, and `kernels/*.cu`
+//! for the kernels, one file a family.
+
+mod attention;
+mod device;
+mod driver;
+mod error;
+mod kernels;
+mod launch;
+mod library;
+mod nvml;
+mod optimizer;
+mod products;
+mod target;
+
+pub use device::CudaDevice;
+pub use driver::{DeviceInfo, device_info};
+pub use error::CudaError;
+pub use target::CudaTarget;

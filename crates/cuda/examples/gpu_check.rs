@@ -1,0 +1,41 @@
+//! Holds the CUDA device against the CPU: every op, whole training steps, prefill
+//! and decoding, exactness from run to run, memory, and a first look at speed.
+//!
+//! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [train] [infer]
+//! [memory] [speed]`, on a machine with a GPU; without words, everything.
+
+mod support;
+
+use std::process::ExitCode;
+
+use plimsoll_cuda::device_info;
+
+type Part = fn(&mut support::Report);
+
+fn main() -> ExitCode {
+    let info = match device_info(0) {
+        Ok(info) => info,
+        Err(error) => {
+            eprintln!("skipped: {error}");
+            return ExitCode::SUCCESS;
+        }
+    };
+    println!("{info:?}");
+    let wanted: Vec<String> = std::env::args().skip(1).collect();
+    let parts: [(&str, Part); 5] = [
+        ("ops", support::ops::check),
+        ("train", support::steps::train),
+        ("infer", support::steps::infer),
+        ("memory", support::steps::memory),
+        ("speed", support::speed::measure),
+    ];
+    let mut report = support::Report::default();
+    for (name, part) in parts {
+        if wanted.is_empty() || wanted.iter().any(|w| w == name) {
+            let start = std::time::Instant::now();
+            part(&mut report);
+            println!("-- {name}: {:.1} s", start.elapsed().as_secs_f32());
+        }
+    }
+    report.finish()
+}

@@ -1,0 +1,142 @@
+//! Two devices side by side, and how far apart their tensors are.
+
+pub mod ops;
+pub mod speed;
+pub mod steps;
+
+use std::process::ExitCode;
+
+use half::bf16;
+use plimsoll_arch::DType;
+use plimsoll_plan::{Device, Layout, lay_out};
+use plimsoll_program::{Program, TensorId};
+
+/// What was compared so far.
+#[derive(Default)]
+pub struct Report {
+    checks: usize,
+    failures: Vec<String>,
+}
+
+impl Report {
+    /// Notes an error against its limit; NaN fails.
+    pub fn error(&mut self, what: &str, error: f64, limit: f64) {
+        self.checks += 1;
+        if error.is_nan() || error > limit {
+            let line = format!("FAILED {what}: {error:.3e} above {limit:.0e}");
+            println!("{line}");
+            self.failures.push(line);
+        }
+    }
+
+    pub fn holds(&mut self, what: &str, holds: bool) {
+        self.error(what, if holds { 0.0 } else { 1.0 }, 0.0);
+    }
+
+    pub fn finish(&self) -> ExitCode {
+        println!("{} checks, {} failures", self.checks, self.failures.len());
+        self.failures.iter().for_each(|line| println!("{line}"));
+        if self.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+}
+
+/// ||a - b|| / ||b||; the plain norm of a where b is zero.
+pub fn distance(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let (mut difference, mut size) = (0.0f64, 0.0f64);
+    for (a, b) in a.iter().zip(b) {
+        difference += (f64::from(*a) - f64::from(*b)).powi(2);
+        size += f64::from(*b).powi(2);
+    }
+    if size == 0.0 { difference.sqrt() } else { (difference / size).sqrt() }
+}
+
+/// A program, its layout, and a device that holds it.
+pub struct Bench<D> {
+    pub device: D,
+    pub program: Program,
+    pub layout: Layout,
+}
+
+impl<D: Device> Bench<D> {
+    /// `make` is given the bytes of the slab.
+    pub fn new(program: Program, make: impl FnOnce(u64) -> D) -> Bench<D> {
+        program.verify().unwrap_or_else(|e| panic!("{e}"));
+        let layout = lay_out(&program);
+        let device = make(layout.slab_bytes);
+        Bench { device, program, layout }
+    }
+
+    pub fn write(&mut self, tensor: TensorId, values: &[f32]) {
+        let t = self.program.tensor(tensor);
+        let (dtype, len) = (t.dtype, t.bytes() as usize);
+        assert_eq!(values.len(), t.elements(), "{}", t.name);
+        let offset = self.layout.offset(tensor);
+        self.device
+            .upload(offset, len, &mut |bytes| {
+                match dtype {
+                    DType::Bf16 => fill(bytemuck::cast_slice_mut(bytes), values, bf16::from_f32),
+                    DType::I32 => fill(bytemuck::cast_slice_mut(bytes), values, |x| x as i32),
+                    _ => fill(bytemuck::cast_slice_mut(bytes), values, |x| x),
+                }
+                Ok(())
+            })
+            .expect("upload");
+    }
+
+    pub fn read(&mut self, tensor: TensorId) -> Vec<f32> {
+        let t = self.program.tensor(tensor);
+        let (dtype, len) = (t.dtype, t.bytes() as usize);
+        let offset = self.layout.offset(tensor);
+        let mut values = Vec::new();
+        self.device
+            .download(offset, len, &mut |bytes| {
+                values = match dtype {
+                    DType::Bf16 => {
+                        bytemuck::cast_slice::<u8, bf16>(bytes).iter().map(|x| x.to_f32()).collect()
+                    }
+                    DType::I32 => {
+                        bytemuck::cast_slice::<u8, i32>(bytes).iter().map(|x| *x as f32).collect()
+                    }
+                    _ => bytemuck::cast_slice::<u8, f32>(bytes).to_vec(),
+                };
+                Ok(())
+            })
+            .unwrap_or_else(|e| panic!("download: {e}"));
+        values
+    }
+
+    pub fn find(&self, name: &str) -> TensorId {
+        self.program.find(name).unwrap_or_else(|| panic!("no tensor {name}"))
+    }
+
+    pub fn run(&mut self, section: usize) {
+        self.device
+            .run(&self.program, &self.layout, section)
+            .unwrap_or_else(|e| panic!("section {section}: {e}"));
+    }
+}
+
+fn fill<T>(to: &mut [T], from: &[f32], convert: impl Fn(f32) -> T) {
+    for (to, from) in to.iter_mut().zip(from) {
+        *to = convert(*from);
+    }
+}
+
+/// Normal-ish values (a sum of four uniform ones) from a seed.
+pub fn random(seed: u64, n: usize, deviation: f32) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut uniform = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    (0..n).map(|_| (uniform() + uniform() + uniform() + uniform()) * 1.732 * deviation).collect()
+}
+
+/// Integers below `limit`.
+pub fn integers(seed: u64, n: usize, limit: usize) -> Vec<f32> {
+    let spread = |x: &f32| ((x.to_bits() >> 3) as usize % limit) as f32;
+    random(seed, n, 1.0).iter().map(spread).collect()
+}

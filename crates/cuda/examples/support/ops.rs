@@ -1,0 +1,434 @@
+//! Every op by itself, on sizes that fit vectors and on sizes that do not.
+
+use plimsoll_arch::DType::{self, Bf16, F32, I32};
+use plimsoll_cpu::{CpuDevice, CpuTarget};
+use plimsoll_cuda::{CudaDevice, CudaTarget};
+use plimsoll_program::{
+    Access, AttentionShape, Class, Home, Op, OpKind, Phase, Program, Section, Target, Tensor,
+    TensorId, View,
+};
+
+use super::{Bench, Report, distance, integers, random};
+
+/// A program of one op, and what its tensors hold at the start.
+#[derive(Default)]
+struct Case {
+    program: Program,
+    values: Vec<Vec<f32>>,
+}
+
+impl Case {
+    fn tensor(&mut self, shape: &[usize], dtype: DType, values: Vec<f32>) -> TensorId {
+        let id = TensorId::new(self.program.tensors.len());
+        self.program.tensors.push(Tensor {
+            name: format!("t{}", id.index()),
+            shape: shape.to_vec(),
+            dtype,
+            class: Class::Activation,
+            home: Home::Device,
+            resident: true,
+        });
+        self.values.push(values);
+        id
+    }
+
+    fn random(&mut self, shape: &[usize], dtype: DType) -> TensorId {
+        let n = shape.iter().product();
+        let seed = 77 + self.values.len() as u64;
+        self.tensor(shape, dtype, random(seed, n, 1.0))
+    }
+
+    /// Poison: whatever is not written shows.
+    fn out(&mut self, shape: &[usize], dtype: DType) -> TensorId {
+        let n = shape.iter().product();
+        self.tensor(shape, dtype, vec![f32::NAN; n])
+    }
+
+    /// An operand that is added to, or one that is overwritten.
+    fn sum(&mut self, shape: &[usize], dtype: DType, accumulate: bool) -> TensorId {
+        if accumulate { self.random(shape, dtype) } else { self.out(shape, dtype) }
+    }
+
+    fn integers(&mut self, shape: &[usize], limit: usize) -> TensorId {
+        let n = shape.iter().product();
+        let seed = 99 + self.values.len() as u64;
+        self.tensor(shape, I32, integers(seed, n, limit))
+    }
+
+    /// rate, bias corrections, loss scale, seed
+    fn step(&mut self) -> TensorId {
+        let values =
+            vec![1e-2, 0.19, 0.002, 0.25, f32::from_bits(1234), f32::from_bits(99), 0.0, 0.0];
+        self.tensor(&[8], F32, values)
+    }
+
+    fn view(&self, tensor: TensorId) -> View {
+        let t = self.program.tensor(tensor);
+        View { tensor, row: 0, col: 0, rows: t.rows(), cols: t.cols(), stride: t.cols() }
+    }
+
+    fn with(&self, kinds: &[OpKind], target: &dyn Target) -> Program {
+        let mut program = self.program.clone();
+        for kind in kinds {
+            let bytes = target.workspace_bytes(kind, &program);
+            let workspace = (bytes > 0).then(|| {
+                let id = TensorId::new(program.tensors.len());
+                program.tensors.push(Tensor {
+                    name: format!("workspace{}", id.index()),
+                    shape: vec![bytes as usize],
+                    dtype: DType::U8,
+                    class: Class::Workspace,
+                    home: Home::Device,
+                    resident: false,
+                });
+                id
+            });
+            program.ops.push(Op { kind: kind.clone(), phase: Phase::Forward, workspace });
+        }
+        program.sections = vec![Section { name: "op", ops: 0..kinds.len(), repeat: 1 }];
+        program
+    }
+
+    /// Runs the ops on both devices and compares everything that they wrote.
+    fn compare(&self, report: &mut Report, what: &str, limit: f64, kinds: &[OpKind]) {
+        let cpu = self.with(kinds, &CpuTarget { threads: 4 });
+        let gpu = self.with(kinds, &CudaTarget);
+        let mut cpu = Bench::new(cpu, |bytes| CpuDevice::new(bytes, 4).expect("memory"));
+        let mut gpu =
+            Bench::new(gpu, |bytes| CudaDevice::new(bytes, 0).unwrap_or_else(|e| panic!("{e}")));
+        for (i, values) in self.values.iter().enumerate() {
+            let t = TensorId::new(i);
+            if cpu.layout.placements[i].is_some() {
+                cpu.write(t, values);
+                gpu.write(t, values);
+            }
+        }
+        cpu.run(0);
+        gpu.run(0);
+        let mut written = Vec::new();
+        for kind in kinds {
+            kind.for_each_operand(|t, access| {
+                if access != Access::Read && !written.contains(&t) {
+                    written.push(t);
+                }
+            });
+        }
+        let mut worst = 0.0f64;
+        for t in written {
+            let error = distance(&gpu.read(t), &cpu.read(t));
+            worst = if error.is_nan() { error } else { worst.max(error) };
+        }
+        println!("{worst:9.2e}  {what}");
+        report.error(what, worst, limit);
+    }
+}
+
+/// Limit of one op: float32 sums differ in their order, bf16 in its last bit.
+fn limit(dtype: DType) -> f64 {
+    if dtype == Bf16 { 6e-3 } else { 2e-5 }
+}
+
+pub fn check(report: &mut Report) {
+    for dtype in [F32, Bf16] {
+        products(report, dtype);
+        rows(report, dtype);
+        heads(report, dtype);
+        attention(report, dtype);
+        loss(report, dtype);
+        updates(report, dtype);
+    }
+}
+
+fn products(report: &mut Report, dtype: DType) {
+    for (m, n, k) in [(96, 160, 64), (257, 72, 40), (1, 512, 256), (33, 130, 66)] {
+        for (bias, add) in [(false, false), (true, false), (false, true)] {
+            let mut c = Case::default();
+            let (x, w) = (c.random(&[m, k], dtype), c.random(&[n, k], dtype));
+            let bias = bias.then(|| c.random(&[n], dtype));
+            let add = add.then(|| c.random(&[m, n], dtype));
+            let y = c.out(&[m, n], dtype);
+            let (bias_name, add_name) = (bias.is_some(), add.is_some());
+            let kind = OpKind::Linear {
+                x: c.view(x),
+                w: c.view(w),
+                bias,
+                add: add.map(|t| c.view(t)),
+                y: c.view(y),
+            };
+            let what = format!("linear {dtype} {m}x{n}x{k} bias {bias_name} add {add_name}");
+            c.compare(report, &what, limit(dtype), &[kind]);
+        }
+        for accumulate in [false, true] {
+            let mut c = Case::default();
+            let (d_y, w) = (c.random(&[m, n], dtype), c.random(&[n, k], dtype));
+            let x = c.random(&[m, k], dtype);
+            let d_x = c.sum(&[m, k], dtype, accumulate);
+            let d_w = c.sum(&[n, k], dtype, accumulate);
+            let input = OpKind::LinearBackwardInput {
+                d_y: c.view(d_y),
+                w: c.view(w),
+                d_x: c.view(d_x),
+                accumulate,
+            };
+            let weight = OpKind::LinearBackwardWeight {
+                d_y: c.view(d_y),
+                x: c.view(x),
+                d_w: c.view(d_w),
+                accumulate,
+            };
+            let what = format!("linear backward {dtype} {m}x{n}x{k} add {accumulate}");
+            c.compare(report, &what, limit(dtype), &[input, weight]);
+        }
+    }
+    let mut c = Case::default();
+    let (x, w) = (c.random(&[64, 128], dtype), c.random(&[300, 128], dtype));
+    let y = c.out(&[32, 300], F32);
+    let x = c.view(x).rows_at(32, 32);
+    let kind = OpKind::Linear { x, w: c.view(w), bias: None, add: None, y: c.view(y) };
+    c.compare(report, &format!("linear {dtype} to f32, rows of a view"), limit(F32), &[kind]);
+}
+
+fn rows(report: &mut Report, dtype: DType) {
+    for (r, c) in [(37, 64), (300, 1000), (40, 4096), (9, 12_304), (21, 50), (3, 20_000)] {
+        let mut case = Case::default();
+        let (x, weight) = (case.random(&[r, c], dtype), case.random(&[c], dtype));
+        let (out, rstd) = (case.out(&[r, c], dtype), case.out(&[r, 1], F32));
+        let norm = OpKind::RmsNorm { x, weight, out, rstd, eps: 1e-5 };
+        let what = format!("rms_norm {dtype} {r}x{c}");
+        case.compare(report, &what, limit(dtype), std::slice::from_ref(&norm));
+        for accumulate in [false, true] {
+            let mut case = Case::default();
+            let (x, weight) = (case.random(&[r, c], dtype), case.random(&[c], dtype));
+            let (out, rstd) = (case.out(&[r, c], dtype), case.out(&[r, 1], F32));
+            let norm = OpKind::RmsNorm { x, weight, out, rstd, eps: 1e-5 };
+            let d_out = case.random(&[r, c], dtype);
+            let d_x = case.sum(&[r, c], dtype, accumulate);
+            let d_weight = case.sum(&[c], dtype, accumulate);
+            let back = OpKind::RmsNormBackward {
+                d_out,
+                x,
+                weight,
+                rstd,
+                d_x,
+                overwrite: !accumulate,
+                d_weight,
+                accumulate,
+            };
+            let what = format!("rms_norm_backward {dtype} {r}x{c} add {accumulate}");
+            case.compare(report, &what, limit(dtype), &[norm, back]);
+        }
+    }
+    for (r, i) in [(50, 64), (33, 1028), (7, 35), (3, 4800)] {
+        let mut c = Case::default();
+        let (gate_up, act) = (c.random(&[r, 2 * i], dtype), c.out(&[r, i], dtype));
+        let what = format!("swiglu {dtype} {r}x{i}");
+        c.compare(report, &what, limit(dtype), &[OpKind::SwiGlu { gate_up, act }]);
+        let mut c = Case::default();
+        let (gate_up, d_act) = (c.random(&[r, 2 * i], dtype), c.random(&[r, i], dtype));
+        let what = format!("swiglu_backward {dtype} {r}x{i}");
+        c.compare(report, &what, limit(dtype), &[OpKind::SwiGluBackward { gate_up, d_act }]);
+        let mut c = Case::default();
+        let (d_y, d_bias) = (c.random(&[r, i], dtype), c.random(&[i], dtype));
+        let what = format!("bias_backward {dtype} {r}x{i}");
+        let kind = OpKind::BiasBackward { d_y, d_bias, accumulate: true };
+        c.compare(report, &what, limit(dtype), &[kind]);
+    }
+    for (v, c, n) in [(50, 64, 700), (1000, 2050, 37), (300, 33, 64)] {
+        let mut case = Case::default();
+        let (ids, table) = (case.integers(&[n, 1], v), case.random(&[v, c], dtype));
+        let out = case.out(&[n, c], dtype);
+        let what = format!("embed and gather {dtype} {v}x{c} {n}");
+        let again = case.out(&[n, c], dtype);
+        let rows = case.integers(&[n], n);
+        let kinds =
+            [OpKind::Embed { ids, table, out }, OpKind::GatherRows { x: out, rows, out: again }];
+        case.compare(report, &what, 0.0, &kinds);
+        for accumulate in [false, true] {
+            let mut case = Case::default();
+            let (ids, d_x) = (case.integers(&[n, 1], v), case.random(&[n, c], dtype));
+            let d_table = case.sum(&[v, c], dtype, accumulate);
+            let what = format!("embed_backward {dtype} {v}x{c} {n} add {accumulate}");
+            let kind = OpKind::EmbedBackward { ids, d_x, d_table, accumulate };
+            // The CPU rounds bf16 after every row, the GPU once.
+            let limit = if dtype == Bf16 { 2e-2 } else { 2e-5 };
+            case.compare(report, &what, limit, &[kind]);
+        }
+    }
+}
+
+fn shape(b: usize, t: usize, (h, k): (usize, usize), d: usize, w: Option<usize>) -> AttentionShape {
+    AttentionShape { batch: b, seq: t, heads: h, kv_heads: k, head_dim: d, window: w }
+}
+
+fn heads(report: &mut Report, dtype: DType) {
+    for shape in [
+        shape(2, 9, (4, 2), 64, None),
+        shape(3, 70, (6, 2), 20, None),
+        shape(1, 5, (2, 2), 256, None),
+    ] {
+        let (h, k, d) = (shape.heads, shape.kv_heads, shape.head_dim);
+        let (width, rows) = ((h + 2 * k) * d, [shape.batch, shape.seq]);
+        let full = [rows[0], rows[1], width];
+        let mut c = Case::default();
+        let positions = c.integers(&rows, 128);
+        let half = random(5, d / 2, 2.0);
+        let row = || half.iter().map(|a| a.cos()).chain(half.iter().map(|a| a.sin()));
+        let angles =
+            (0..128).flat_map(|p| row().map(move |x| x * (1.0 + p as f32 / 64.0))).collect();
+        let table = c.tensor(&[128, 2, d / 2], F32, angles);
+        let qkv = c.random(&full, dtype);
+        let turn = |inverse| OpKind::Rope { qkv, positions, table, shape, inverse };
+        c.compare(report, &format!("rope {dtype} {shape:?}"), limit(dtype), &[turn(false)]);
+        c.compare(report, &format!("rope back {dtype}"), limit(dtype), &[turn(true)]);
+        let mut c = Case::default();
+        let qkv_raw = c.random(&full, dtype);
+        let (q_weight, k_weight) = (c.random(&[d], dtype), c.random(&[d], dtype));
+        let (qkv, rstd) = (c.out(&full, dtype), c.out(&[rows[0], rows[1], h + k], F32));
+        let d_qkv = c.random(&full, dtype);
+        let (d_q_weight, d_k_weight) = (c.random(&[d], dtype), c.random(&[d], dtype));
+        let kinds = [
+            OpKind::HeadNorm { qkv_raw, q_weight, k_weight, qkv, rstd, shape, eps: 1e-6 },
+            OpKind::HeadNormBackward {
+                d_qkv,
+                qkv_raw,
+                q_weight,
+                k_weight,
+                rstd,
+                d_q_weight,
+                d_k_weight,
+                shape,
+                accumulate: true,
+            },
+        ];
+        c.compare(report, &format!("head_norm both ways {dtype}"), limit(dtype), &kinds);
+    }
+}
+
+/// Documents of uneven lengths in every row.
+fn doc_starts(shape: &AttentionShape, documents: bool) -> Vec<f32> {
+    let start = |t: usize| {
+        if documents { [0, 3, 40, 41, 100].into_iter().filter(|s| *s <= t).max() } else { None }
+    };
+    (0..shape.batch * shape.seq).map(|i| start(i % shape.seq).unwrap_or(0) as f32).collect()
+}
+
+fn attention(report: &mut Report, dtype: DType) {
+    let shapes = [
+        (shape(2, 70, (4, 2), 64, None), false),
+        (shape(1, 200, (6, 3), 64, Some(33)), true),
+        (shape(1, 129, (4, 1), 128, None), true),
+        (shape(1, 150, (2, 2), 96, None), true),
+        (shape(2, 45, (3, 1), 20, Some(7)), true),
+        (shape(1, 40, (2, 1), 256, None), false),
+        (shape(1, 1, (2, 1), 128, None), false),
+    ];
+    for (shape, documents) in shapes {
+        let (h, k, d) = (shape.heads, shape.kv_heads, shape.head_dim);
+        let rows = [shape.batch, shape.seq];
+        let of = |cols: usize| [rows[0], rows[1], cols];
+        let mut c = Case::default();
+        let qkv = c.random(&of((h + 2 * k) * d), dtype);
+        let doc_start = c.tensor(&rows, I32, doc_starts(&shape, documents));
+        let (out, lse) = (c.out(&of(h * d), dtype), c.out(&of(h), F32));
+        let d_out = c.random(&of(h * d), dtype);
+        let d_qkv = c.out(&of((h + 2 * k) * d), dtype);
+        let kinds = [
+            OpKind::Attention { qkv, doc_start, out, lse, shape },
+            OpKind::AttentionBackward { qkv, doc_start, out, lse, d_out, d_qkv, shape },
+        ];
+        c.compare(
+            report,
+            &format!("attention both ways {dtype} {shape:?}"),
+            2.0 * limit(dtype),
+            &kinds,
+        );
+    }
+    for (tokens, start, d, window) in [
+        (1, 300, 64, None),
+        (1, 129, 128, Some(50)),
+        (3, 0, 20, None),
+        (40, 17, 64, None),
+        (33, 0, 128, Some(9)),
+    ] {
+        let shape = shape(2, tokens, (6, 2), d, window);
+        let capacity = 400;
+        let mut c = Case::default();
+        let qkv = c.random(&[2, tokens, 10 * d], dtype);
+        let start = c.tensor(&[2], I32, vec![start as f32, (start / 2) as f32]);
+        let (k_cache, v_cache) =
+            (c.random(&[2, capacity, 2 * d], dtype), c.random(&[2, capacity, 2 * d], dtype));
+        let out = c.out(&[2, tokens, 6 * d], dtype);
+        let kind = OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, capacity };
+        c.compare(report, &format!("attention_cached {dtype} {shape:?}"), limit(dtype), &[kind]);
+    }
+}
+
+fn loss(report: &mut Report, dtype: DType) {
+    for (n, v) in [(20, 1000), (5, 151_936), (11, 1003)] {
+        for backward in [true, false] {
+            let mut c = Case::default();
+            let logits = c.random(&[n, v], dtype);
+            let mut labels = integers(3, 2 * n, v);
+            labels[n + 2] = -100.0;
+            let labels = c.tensor(&[1, 2 * n], I32, labels);
+            let losses = c.tensor(&[1, 2 * n, 1], F32, vec![0.5; 2 * n]);
+            let (step, total) = (c.step(), c.random(&[1], F32));
+            let kinds = [
+                OpKind::CrossEntropy { logits, labels, losses, step, row: n, backward },
+                OpKind::SumLosses { losses, step, total, accumulate: true },
+            ];
+            let what = format!("cross_entropy {dtype} {n}x{v} backward {backward}");
+            c.compare(report, &what, limit(dtype), &kinds);
+        }
+    }
+}
+
+fn updates(report: &mut Report, dtype: DType) {
+    let sizes = [[64, 300], [1, 17], [333, 1000], [1, 64]];
+    for state in [F32, Bf16] {
+        let mut c = Case::default();
+        let step = c.step();
+        let norm = c.out(&[2], F32);
+        let mut kinds = Vec::new();
+        let (mut grads, mut adamw, mut sgd) = (Vec::new(), Vec::new(), Vec::new());
+        for (stream, size) in sizes.iter().enumerate() {
+            let (param, grad) = (c.random(size, dtype), c.random(size, dtype));
+            let m = c.random(size, state);
+            let squares = random(9, size[0] * size[1], 0.1).iter().map(|x| x * x).collect();
+            let v = c.tensor(size, state, squares);
+            grads.push(grad);
+            let norm = Some(norm);
+            let stream = stream as u32;
+            adamw.push(OpKind::AdamW {
+                param,
+                grad,
+                m,
+                v,
+                step,
+                norm,
+                beta1: 0.9,
+                beta2: 0.999,
+                eps: 1e-8,
+                weight_decay: 0.1 * stream as f32,
+                stream,
+            });
+            let (param, velocity) = (c.random(size, dtype), Some(c.random(size, state)));
+            sgd.push(OpKind::Sgd {
+                param,
+                grad,
+                velocity: velocity.filter(|_| stream != 1),
+                step,
+                norm,
+                momentum: 0.9,
+                weight_decay: 0.01,
+                stream,
+            });
+        }
+        kinds.push(OpKind::GradNorm { grads, norm, max_norm: Some(1.0) });
+        kinds.extend(adamw);
+        kinds.extend(sgd);
+        // Rounded stochastically with the same random bits: a rare last bit differs.
+        let limit = if dtype == Bf16 || state == Bf16 { 1e-3 } else { 1e-6 };
+        c.compare(report, &format!("grad_norm, adamw, sgd {dtype} state {state}"), limit, &kinds);
+    }
+}

@@ -1,0 +1,311 @@
+//! Whole programs: training steps, prefill and decoding, memory.
+
+use plimsoll_arch::{Architecture, DType, preset};
+use plimsoll_cpu::{CpuDevice, CpuTarget};
+use plimsoll_cuda::{CudaDevice, CudaTarget};
+use plimsoll_model::{init_state, init_weights};
+use plimsoll_plan::Device;
+use plimsoll_program::{Class, Recipe, StepScalars, TensorId, build};
+
+use super::{Bench, Report, distance, integers};
+
+fn small(name: &str, edit: impl FnOnce(&mut Architecture)) -> Architecture {
+    let mut arch = preset("llama-3-8b").expect("a preset");
+    arch.name = name.to_owned();
+    arch.hidden_size = 256;
+    arch.intermediate_size = 688;
+    arch.num_hidden_layers = 3;
+    arch.num_attention_heads = 4;
+    arch.num_key_value_heads = 2;
+    arch.head_dim = 64;
+    arch.vocab_size = 1024;
+    arch.max_position_embeddings = 512;
+    edit(&mut arch);
+    arch
+}
+
+fn models() -> Vec<Architecture> {
+    vec![
+        small("llama", |_| {}),
+        small("qwen2, tied, bias, window", |a| {
+            a.attention_bias = true;
+            a.tie_word_embeddings = true;
+            a.sliding_window = Some(50);
+            a.vocab_size = 1003;
+        }),
+        small("qwen3, head norm, head size 128", |a| {
+            a.qk_norm = true;
+            a.head_dim = 128;
+        }),
+        small("odd sizes", |a| {
+            a.hidden_size = 60;
+            a.intermediate_size = 100;
+            a.head_dim = 20;
+            a.num_attention_heads = 3;
+            a.num_key_value_heads = 1;
+        }),
+    ]
+}
+
+const BATCH: usize = 2;
+const SEQ: usize = 160;
+
+fn recipe(precision: DType) -> Recipe {
+    Recipe { accumulate: 2, loss_rows: Some(128), ..Recipe::full(precision, BATCH, SEQ) }
+}
+
+fn start<D: Device>(bench: &mut Bench<D>, arch: &Architecture) {
+    let Bench { device, program, layout } = bench;
+    init_weights(device, program, layout, arch, 7).expect("weights");
+    init_state(device, program, layout, arch).expect("state");
+}
+
+/// Inputs of one micro-batch: two documents a row, some labels ignored.
+fn feed<D: Device>(bench: &mut Bench<D>, arch: &Architecture, seed: u64) {
+    let rows = BATCH * SEQ;
+    let ids = integers(seed, rows, arch.vocab_size);
+    let mut labels = ids[1..].to_vec();
+    labels.push(0.0);
+    let cut = SEQ / 3;
+    let position = |i: usize| if i % SEQ < cut { i % SEQ } else { i % SEQ - cut };
+    for (i, label) in labels.iter_mut().enumerate() {
+        if i % SEQ == cut - 1 || i % SEQ == SEQ - 1 || i % 7 == 0 {
+            *label = -100.0;
+        }
+    }
+    let positions: Vec<f32> = (0..rows).map(|i| position(i) as f32).collect();
+    let starts: Vec<f32> =
+        (0..rows).map(|i| if i % SEQ < cut { 0.0 } else { cut as f32 }).collect();
+    for (name, values) in
+        [("ids", ids), ("labels", labels), ("positions", positions), ("doc_start", starts)]
+    {
+        let tensor = bench.find(name);
+        bench.write(tensor, &values);
+    }
+}
+
+fn scalars(step: u64) -> Vec<f32> {
+    let t = step as i32 + 1;
+    StepScalars {
+        learning_rate: 1e-3,
+        bias_correction1: 1.0 - 0.9f32.powi(t),
+        bias_correction2: 1.0 - 0.999f32.powi(t),
+        loss_scale: 1.0 / 540.0,
+        seed: 1000 + step,
+    }
+    .to_words()
+    .to_vec()
+}
+
+/// Both micro-batches; the gradients are complete after it.
+fn gradients<D: Device>(bench: &mut Bench<D>, arch: &Architecture, step: u64) -> f32 {
+    let tensor = bench.find("step");
+    bench.write(tensor, &scalars(step));
+    for micro in 0..2 {
+        feed(bench, arch, 10 * step + micro + 1);
+        bench.run(micro as usize);
+    }
+    let loss = bench.find("loss");
+    bench.read(loss)[0]
+}
+
+fn of_class<D: Device>(bench: &Bench<D>, class: Class) -> Vec<TensorId> {
+    let tensors = &bench.program.tensors;
+    (0..tensors.len()).filter(|i| tensors[*i].class == class).map(TensorId::new).collect()
+}
+
+fn cpu(arch: &Architecture, recipe: &Recipe) -> Bench<CpuDevice> {
+    let threads = std::thread::available_parallelism().map_or(4, |n| n.get()).min(8);
+    let program = build::train(arch, recipe, &CpuTarget { threads }).expect("a recipe");
+    let mut bench = Bench::new(program, |b| CpuDevice::new(b, threads).expect("memory"));
+    start(&mut bench, arch);
+    bench
+}
+
+fn gpu(arch: &Architecture, recipe: &Recipe) -> Bench<CudaDevice> {
+    let program = build::train(arch, recipe, &CudaTarget).expect("a recipe");
+    let mut bench =
+        Bench::new(program, |b| CudaDevice::new(b, 0).unwrap_or_else(|e| panic!("{e}")));
+    start(&mut bench, arch);
+    bench
+}
+
+pub fn train(report: &mut Report) {
+    for arch in models() {
+        // The truth for both precisions: float32 on the CPU.
+        let mut truth = cpu(&arch, &recipe(DType::F32));
+        let mut exact = gpu(&arch, &recipe(DType::F32));
+        let mut rounded = gpu(&arch, &recipe(DType::Bf16));
+        let mut rounded_cpu = cpu(&arch, &recipe(DType::Bf16));
+        for step in 0..3 {
+            let losses = [
+                gradients(&mut truth, &arch, step),
+                gradients(&mut exact, &arch, step),
+                gradients(&mut rounded, &arch, step),
+                gradients(&mut rounded_cpu, &arch, step),
+            ];
+            println!(
+                "{} step {step}: losses {losses:?} (cpu f32, gpu f32, gpu bf16, cpu bf16)",
+                arch.name
+            );
+            let what = format!("{} step {step} loss", arch.name);
+            report.error(
+                &format!("{what} f32"),
+                f64::from((losses[1] / losses[0] - 1.0).abs()),
+                1e-4,
+            );
+            report.error(
+                &format!("{what} bf16"),
+                f64::from((losses[2] / losses[0] - 1.0).abs()),
+                1e-2,
+            );
+            let mut worst = [(0.0f64, String::new()), (0.0, String::new()), (0.0, String::new())];
+            for t in of_class(&truth, Class::Gradient) {
+                let name = truth.program.tensor(t).name.clone();
+                let reference = truth.read(t);
+                let ids = [exact.find(&name), rounded.find(&name), rounded_cpu.find(&name)];
+                let errors = [
+                    distance(&exact.read(ids[0]), &reference),
+                    distance(&rounded.read(ids[1]), &reference),
+                    distance(&rounded_cpu.read(ids[2]), &reference),
+                ];
+                for (worst, error) in worst.iter_mut().zip(errors) {
+                    if error > worst.0 || error.is_nan() {
+                        *worst = (error, name.clone());
+                    }
+                }
+            }
+            println!(
+                "  gradients: gpu f32 {:?}, gpu bf16 {:?}, cpu bf16 {:?}",
+                worst[0], worst[1], worst[2]
+            );
+            // From the second step on the parameters differ already: AdamW makes a
+            // full step of what is rounding noise in a gradient.
+            let limit = if step == 0 { 1e-5 } else { 1e-3 };
+            report.error(&format!("{what}: gradient {} f32", worst[0].1), worst[0].0, limit);
+            if step == 0 {
+                // No worse than the CPU's bf16, whose error is that of the type.
+                let limit = (1.3 * worst[2].0).max(1e-2);
+                report.error(&format!("{what}: gradient {} bf16", worst[1].1), worst[1].0, limit);
+            }
+            truth.run(2);
+            exact.run(2);
+            rounded.run(2);
+            rounded_cpu.run(2);
+            let mut change = 0.0f64;
+            for t in of_class(&truth, Class::Weight) {
+                let name = &truth.program.tensor(t).name.clone();
+                let id = exact.find(name);
+                change = change.max(distance(&exact.read(id), &truth.read(t)));
+            }
+            println!("  parameters f32: {change:.2e}");
+            report.error(&format!("{what}: parameters f32"), change, 1e-3);
+        }
+        same_bits(report, &arch, &mut rounded);
+    }
+}
+
+/// A second device that takes the same steps ends with the same bits.
+fn same_bits(report: &mut Report, arch: &Architecture, first: &mut Bench<CudaDevice>) {
+    let mut second = gpu(arch, &recipe(DType::Bf16));
+    for step in 0..3 {
+        gradients(&mut second, arch, step);
+        second.run(2);
+    }
+    let mut equal = true;
+    for class in [Class::Weight, Class::OptimizerState] {
+        for t in of_class(&second, class) {
+            let (a, b) = (first.read(t), second.read(t));
+            equal &= a.iter().zip(&b).all(|(a, b)| a.to_bits() == b.to_bits());
+        }
+    }
+    report.holds(&format!("{}: two runs of three steps agree to the bit", arch.name), equal);
+}
+
+/// Logits of a prompt and of three tokens after it.
+fn logits_of<D: Device>(
+    arch: &Architecture,
+    precision: DType,
+    target: &dyn plimsoll_program::Target,
+    make: impl FnOnce(u64) -> D,
+) -> Vec<Vec<f32>> {
+    let recipe = Recipe::infer(precision, BATCH, 200);
+    let prompt = 37;
+    let prefill = build::infer(arch, &recipe, prompt, target).expect("a recipe");
+    let decode = build::infer(arch, &recipe, 1, target).expect("a recipe");
+    let layouts = plimsoll_plan::lay_out_together(&[&prefill, &decode]).expect("alike");
+    let mut layouts = layouts.into_iter();
+    let (first, second) = (layouts.next().expect("two"), layouts.next().expect("two"));
+    let mut bench = Bench { device: make(first.slab_bytes), program: prefill, layout: first };
+    start(&mut bench, arch);
+    let mut all = Vec::new();
+    let mut steps = |bench: &mut Bench<D>, seed: u64, at: usize, tokens: usize| {
+        let ids = integers(seed, BATCH * tokens, arch.vocab_size);
+        let positions = (0..BATCH * tokens).map(|i| (at + i % tokens) as f32).collect();
+        let last = (0..BATCH).map(|b| (b * tokens + tokens - 1) as f32).collect();
+        for (name, values) in [
+            ("ids", ids),
+            ("positions", positions),
+            ("start", vec![at as f32; BATCH]),
+            ("last_rows", last),
+        ] {
+            let tensor = bench.find(name);
+            if bench.layout.placements[tensor.index()].is_some() {
+                bench.write(tensor, &values);
+            }
+        }
+        bench.run(0);
+        let logits = bench.find("logits");
+        all.push(bench.read(logits));
+    };
+    steps(&mut bench, 5, 0, prompt);
+    (bench.program, bench.layout) = (decode, second);
+    for i in 0..3 {
+        steps(&mut bench, 6 + i as u64, prompt + i, 1);
+    }
+    all
+}
+
+pub fn infer(report: &mut Report) {
+    for arch in models() {
+        let cpu = logits_of(&arch, DType::F32, &CpuTarget { threads: 4 }, |b| {
+            CpuDevice::new(b, 4).expect("memory")
+        });
+        for (precision, limit) in [(DType::F32, 1e-4), (DType::Bf16, 1.5e-2)] {
+            let gpu = logits_of(&arch, precision, &CudaTarget, |b| {
+                CudaDevice::new(b, 0).unwrap_or_else(|e| panic!("{e}"))
+            });
+            let errors: Vec<f64> = gpu.iter().zip(&cpu).map(|(a, b)| distance(a, b)).collect();
+            println!("{} {precision}: logits of prefill and decoding {errors:.2?}", arch.name);
+            for error in errors {
+                report.error(&format!("{} {precision} logits", arch.name), error, limit);
+            }
+        }
+    }
+}
+
+/// What is taken outside the slab, at two sizes, and the driver's own figure.
+pub fn memory(report: &mut Report) {
+    let arch = small("memory", |_| {});
+    for batch in [1, 64] {
+        let recipe = Recipe { batch, accumulate: 1, ..recipe(DType::Bf16) };
+        let mut bench = gpu(&arch, &recipe);
+        let fresh = bench.device.overhead_bytes().expect("a figure");
+        bench.run(0);
+        bench.run(2 - 1);
+        bench.device.synchronize().expect("runs");
+        let settled = bench.device.overhead_bytes().expect("a figure");
+        bench.run(0);
+        bench.device.synchronize().expect("runs");
+        let later = bench.device.overhead_bytes().expect("a figure");
+        println!(
+            "slab {} bytes: overhead {fresh} before the first run, {settled} after, {later} later; process {:?}",
+            bench.layout.slab_bytes,
+            bench.device.process_bytes()
+        );
+        report.holds("nothing is taken after the first run", later == settled);
+    }
+    let refused = CudaDevice::new(1 << 50, 0).err().map(|e| e.to_string());
+    println!("{refused:?}");
+    report.holds("a slab that does not fit is refused", refused.is_some());
+}

@@ -1,0 +1,110 @@
+// Sums over rows and over all gradients. Every sum is cut by shape alone and added
+// up in one order, so that two runs agree to the bit.
+
+#include "common.cuh"
+
+// out (n) = [out +] the column sums of partial (count, n). Blocks of (32, 8).
+template <class T> __device__ void sum_partials(const float* partial, T* out, int count, int n, int accumulate) {
+    __shared__ float parts[8][33];
+    int column = blockIdx.x * 32 + threadIdx.x;
+    float sum = 0.0f;
+    if (column < n) {
+        for (int r = threadIdx.y; r < count; r += 8) sum += partial[(long long)r * n + column];
+    }
+    parts[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && column < n) {
+        for (int r = 1; r < 8; ++r) sum += parts[r][threadIdx.x];
+        out[column] = from_float<T>(accumulate ? to_float(out[column]) + sum : sum);
+    }
+}
+
+// partial (gridDim.y, n) = column sums of `span` rows each of x (rows, n).
+template <class T> __device__ void sum_rows(const T* x, float* partial, int rows, int n, int span) {
+    int column = blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= n) return;
+    int begin = blockIdx.y * span, end = min(rows, begin + span);
+    float sum = 0.0f;
+    for (int r = begin; r < end; ++r) sum += to_float(x[(long long)r * n + column]);
+    partial[(long long)blockIdx.y * n + column] = sum;
+}
+
+constexpr int SQUARE_TENSORS = 128;   // of one launch
+constexpr int SQUARE_CHUNK = 1 << 16; // elements of one block
+
+// The tensors of one launch; `first_block` counts within the launch. Mirrored in
+// src/optimizer.rs.
+struct SquareTable {
+    const void* data[SQUARE_TENSORS];
+    long long elements[SQUARE_TENSORS];
+    int first_block[SQUARE_TENSORS + 1];
+    int count;
+};
+
+// partial[block] = the sum of squares of one chunk. Blocks of 512 threads.
+template <class T, int N> __device__ void sum_of_squares(const SquareTable& table, double* partial) {
+    int low = 0, high = table.count;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (table.first_block[middle] <= (int)blockIdx.x) low = middle;
+        else high = middle;
+    }
+    const T* x = static_cast<const T*>(table.data[low]);
+    long long begin = (long long)((int)blockIdx.x - table.first_block[low]) * SQUARE_CHUNK;
+    long long end = min(table.elements[low], begin + SQUARE_CHUNK);
+    float sum = 0.0f;
+    for (long long i = begin + threadIdx.x * N; i < end; i += 512 * N) {
+        if (i + N <= end) {
+            float v[N];
+            load(x + i, v);
+#pragma unroll
+            for (int n = 0; n < N; ++n) sum = fmaf(v[n], v[n], sum);
+        } else {
+            for (long long j = i; j < end; ++j) sum = fmaf(to_float(x[j]), to_float(x[j]), sum);
+        }
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) partial[blockIdx.x] = (double)sum;
+}
+
+// norm (2) = the root of the sum of all partials, and the factor that brings it to
+// max_norm (none when max_norm is 0): torch 2.11 `clip_grad_norm_`, whose 1e-6 it
+// keeps. One block of 1024 threads.
+extern "C" __global__ void __launch_bounds__(1024) grad_norm(const double* partial, float* norm, int count,
+                                                             float max_norm) {
+    __shared__ double parts[1024];
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < count; i += 1024) sum += partial[i];
+    parts[threadIdx.x] = sum;
+    for (int o = 512; o > 0; o >>= 1) {
+        __syncthreads();
+        if (threadIdx.x < o) parts[threadIdx.x] += parts[threadIdx.x + o];
+    }
+    if (threadIdx.x == 0) {
+        double total = sqrt(parts[0]);
+        norm[0] = (float)total;
+        double factor = (double)max_norm / (total + 1e-6);
+        // A NaN goes through to the parameters: it must not look like a step.
+        norm[1] = max_norm > 0.0f && !(factor >= 1.0) ? (float)factor : 1.0f;
+    }
+}
+
+#define REDUCE(NAME, T)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256)                                                         \
+        sum_partials_##NAME(const float* partial, T* out, int count, int n, int accumulate) {                 \
+        sum_partials<T>(partial, out, count, n, accumulate);                                                  \
+    }                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256)                                                         \
+        sum_rows_##NAME(const T* x, float* partial, int rows, int n, int span) {                              \
+        sum_rows<T>(x, partial, rows, n, span);                                                               \
+    }
+FOR_TYPES(REDUCE)
+
+extern "C" __global__ void __launch_bounds__(512)
+    sum_of_squares_bf16(const __grid_constant__ SquareTable table, double* partial) {
+    sum_of_squares<bf16, 8>(table, partial);
+}
+extern "C" __global__ void __launch_bounds__(512)
+    sum_of_squares_f32(const __grid_constant__ SquareTable table, double* partial) {
+    sum_of_squares<float, 4>(table, partial);
+}

@@ -1,0 +1,393 @@
+//! Runs a program at its layout on a GPU: one slab, one stream, and each section
+//! of a program as one CUDA graph.
+
+use std::cell::Cell;
+use std::io;
+use std::ops::Range;
+
+use plimsoll_plan::{Device, DeviceError, Layout, Placement};
+use plimsoll_program::{Access, Op, Program};
+
+use crate::driver::{Context, DeviceInfo, Graph, Pinned, cuda};
+use crate::error::CudaError;
+use crate::kernels::Kernels;
+use crate::launch::Launcher;
+use crate::nvml::Nvml;
+use crate::products::Products;
+
+/// Page-locked memory through which everything goes up and down.
+const STAGING: usize = 32 << 20;
+/// Sections whose graphs are kept; the least recently used goes first.
+const MAX_GRAPHS: usize = 32;
+
+/// A slab in the memory of a GPU, and what runs programs in it.
+pub struct CudaDevice {
+    // Declared in the order in which they must go.
+    graphs: Vec<Section>,
+    products: Products,
+    kernels: Kernels,
+    staging: Pinned,
+    /// Bytes of `staging` that copies in flight may still read.
+    staged: usize,
+    slab: u64,
+    slab_bytes: u64,
+    /// Runs so far: the clock of the graph cache.
+    runs: u64,
+    context: Context,
+}
+
+// SAFETY: every public call makes the context current first, and `&mut self`
+// keeps two threads apart.
+unsafe impl Send for CudaDevice {}
+
+/// A section that ran before, as it was then.
+struct Section {
+    key: Key,
+    graph: Graph,
+    used: u64,
+}
+
+/// All that a captured section depends on. Compared in full before each replay: a
+/// program at the same address may be another one, and comparing a few thousand
+/// words costs microseconds.
+#[derive(PartialEq)]
+struct Key {
+    ops: Vec<Op>,
+    placements: Vec<Option<Placement>>,
+    shapes: Vec<(plimsoll_arch::DType, usize, usize)>,
+}
+
+impl Key {
+    fn new(program: &Program, layout: &Layout, section: usize) -> Key {
+        Key {
+            ops: program.ops[program.sections[section].ops.clone()].to_vec(),
+            placements: layout.placements.clone(),
+            shapes: program.tensors.iter().map(|t| (t.dtype, t.rows(), t.cols())).collect(),
+        }
+    }
+
+    fn matches(&self, program: &Program, layout: &Layout, section: usize) -> bool {
+        self.ops == program.ops[program.sections[section].ops.clone()]
+            && self.placements == layout.placements
+            && self.shapes.len() == program.tensors.len()
+            && self
+                .shapes
+                .iter()
+                .zip(&program.tensors)
+                .all(|(s, t)| *s == (t.dtype, t.rows(), t.cols()))
+    }
+}
+
+impl CudaDevice {
+    /// Takes GPU `ordinal`, then reserves and clears the slab.
+    ///
+    /// # Errors
+    /// [`DeviceError::Reserve`] when the GPU has not that much free memory; else a
+    /// [`CudaError`]: no driver, no GPU, a missing library (with how to get it).
+    pub fn new(slab_bytes: u64, ordinal: usize) -> Result<CudaDevice, DeviceError> {
+        let context = Context::new(ordinal)?;
+        let products = Products::new(&context)?;
+        let kernels = Kernels::new(&context);
+        let staging = Pinned::new(STAGING)?;
+        let (free, total) = context.memory()?;
+        let mut slab = 0;
+        let bytes = usize::try_from(slab_bytes.max(1)).unwrap_or(usize::MAX);
+        if let Err(cause) = cuda!(cuMemAlloc_v2(&mut slab, bytes)) {
+            let text = format!("{} has {free} bytes free of {total}; {cause}", context.info.name);
+            return Err(DeviceError::Reserve {
+                bytes: slab_bytes,
+                cause: io::Error::new(io::ErrorKind::OutOfMemory, text),
+            });
+        }
+        let device = CudaDevice {
+            graphs: Vec::new(),
+            products,
+            kernels,
+            staging,
+            staged: 0,
+            slab,
+            slab_bytes,
+            runs: 0,
+            context,
+        };
+        cuda!(cuMemsetD8Async(slab, 0, bytes, device.context.stream))?;
+        device.context.synchronize()?;
+        Ok(device)
+    }
+
+    pub fn info(&self) -> &DeviceInfo {
+        &self.context.info
+    }
+
+    /// Bytes of the GPU that are gone since before this process took it, the slab
+    /// not counted: context, kernels, cuBLASLt and graphs. Exact where no other
+    /// process takes or frees memory meanwhile.
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub fn overhead_bytes(&self) -> Result<u64, DeviceError> {
+        self.context.bind()?;
+        Ok(self.context.taken()?.saturating_sub(self.slab_bytes))
+    }
+
+    /// Bytes that the driver (NVML) counts for this process, slab included; none
+    /// where it does not tell.
+    pub fn process_bytes(&self) -> Option<u64> {
+        self.context.nvml.as_ref().and_then(Nvml::process_bytes)
+    }
+
+    /// Waits until everything has run; errors of earlier runs surface here.
+    ///
+    /// # Errors
+    /// The driver's own.
+    pub fn synchronize(&mut self) -> Result<(), DeviceError> {
+        self.context.bind()?;
+        self.context.synchronize()?;
+        self.staged = 0;
+        Ok(())
+    }
+
+    /// Runs a section once, op by op, and returns the milliseconds of each launch
+    /// with the ops that it covers. It has all effects of a run.
+    ///
+    /// # Errors
+    /// As for [`Device::run`].
+    pub fn profile(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        section: usize,
+    ) -> Result<Vec<(Range<usize>, f32)>, DeviceError> {
+        self.context.bind()?;
+        self.check(layout)?;
+        let ops = program.sections[section].ops.clone();
+        let launcher = self.launcher(program, layout);
+        self.tune(&launcher, section)?;
+        let stream = self.context.stream;
+        let (mut at, mut marks) = (ops.start, vec![(ops.start, self.context.event()?)]);
+        marks[0].1.record(stream)?;
+        while at < ops.end {
+            let next = launcher.run(at, ops.end)?;
+            let event = self.context.event()?;
+            event.record(stream)?;
+            marks.push((next, event));
+            at = next;
+        }
+        self.context.synchronize()?;
+        let times = marks.windows(2).map(|pair| {
+            let [(from, start), (to, end)] = pair else { unreachable!("windows of two") };
+            Ok((*from..*to, start.until(end)?))
+        });
+        Ok(times.collect::<Result<_, CudaError>>()?)
+    }
+
+    fn launcher<'a>(&'a self, program: &'a Program, layout: &'a Layout) -> Launcher<'a> {
+        Launcher {
+            context: &self.context,
+            kernels: &self.kernels,
+            products: &self.products,
+            stream: self.context.stream,
+            program,
+            layout,
+            slab: self.slab,
+            current: Cell::new(0),
+        }
+    }
+
+    fn check(&self, layout: &Layout) -> Result<(), CudaError> {
+        if layout.slab_bytes > self.slab_bytes {
+            let (needed, slab) = (layout.slab_bytes, self.slab_bytes);
+            return Err(CudaError::SlabTooSmall { needed, slab });
+        }
+        Ok(())
+    }
+
+    fn check_range(&self, offset: u64, len: usize) -> Result<(), CudaError> {
+        let slab = self.slab_bytes;
+        match offset.checked_add(len as u64) {
+            Some(end) if end <= slab => Ok(()),
+            _ => Err(CudaError::OutsideSlab { offset, len, slab }),
+        }
+    }
+
+    /// Measures the products of the whole program that are new. That overwrites
+    /// what they write, which means nothing before the program's first section.
+    fn tune(&self, launcher: &Launcher, section: usize) -> Result<(), CudaError> {
+        if section != 0 {
+            return Ok(());
+        }
+        for op in &launcher.program.ops {
+            if let Some((product, operands)) = launcher.product(op)
+                && !self.products.is_tuned(&product)
+                && !adds_to_resident(launcher.program, op)
+            {
+                self.products.tune(&product, &operands, &self.context)?;
+            }
+        }
+        self.products.save();
+        Ok(())
+    }
+
+    /// The first run: launches the ops one by one, which loads every kernel, then
+    /// captures them for all later runs.
+    fn first_run(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        section: usize,
+    ) -> Result<(), CudaError> {
+        let ops = program.sections[section].ops.clone();
+        let launcher = self.launcher(program, layout);
+        self.tune(&launcher, section)?;
+        let launch = || {
+            let mut at = ops.start;
+            while at < ops.end {
+                at = launcher.run(at, ops.end)?;
+            }
+            Ok(())
+        };
+        launch()?;
+        let graph = Graph::capture(self.context.stream, launch)?;
+        if self.graphs.len() >= MAX_GRAPHS {
+            // A graph may be in flight.
+            self.context.synchronize()?;
+            let oldest = (0..self.graphs.len()).min_by_key(|i| self.graphs[*i].used);
+            oldest.map(|i| self.graphs.swap_remove(i));
+        }
+        let key = Key::new(program, layout, section);
+        self.graphs.push(Section { key, graph, used: self.runs });
+        Ok(())
+    }
+
+    /// A piece of the staging buffer that no copy in flight reads.
+    fn stage(&mut self, len: usize) -> Result<usize, CudaError> {
+        if self.staged + len > self.staging.len() {
+            self.context.synchronize()?;
+            self.staged = 0;
+        }
+        let at = self.staged;
+        self.staged += len.next_multiple_of(256);
+        Ok(at)
+    }
+
+    fn send(&mut self, offset: u64, at: usize, len: usize) -> Result<(), CudaError> {
+        let from = self.staging.slice(at, len).as_ptr();
+        cuda!(cuMemcpyHtoDAsync_v2(self.slab + offset, from.cast(), len, self.context.stream))
+    }
+
+    fn fetch(&mut self, offset: u64, len: usize) -> Result<&[u8], CudaError> {
+        let at = self.stage(len)?;
+        let to = self.staging.slice(at, len).as_mut_ptr();
+        cuda!(cuMemcpyDtoHAsync_v2(to.cast(), self.slab + offset, len, self.context.stream))?;
+        self.context.synchronize()?;
+        self.staged = 0;
+        Ok(self.staging.slice(at, len))
+    }
+}
+
+impl Device for CudaDevice {
+    fn slab_bytes(&self) -> u64 {
+        self.slab_bytes
+    }
+
+    /// Small pieces go without waiting for what runs; `fill` writes to page-locked
+    /// memory. Large ones are filled in ordinary memory and go up in pieces.
+    fn upload(
+        &mut self,
+        offset: u64,
+        len: usize,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        self.context.bind()?;
+        self.check_range(offset, len)?;
+        if len <= STAGING {
+            let at = self.stage(len)?;
+            fill(self.staging.slice(at, len))?;
+            if len > 0 {
+                self.send(offset, at, len)?;
+            }
+            return Ok(());
+        }
+        let mut bytes = aligned(len);
+        fill(&mut bytemuck::cast_slice_mut(&mut bytes)[..len])?;
+        let bytes = &bytemuck::cast_slice::<u64, u8>(&bytes)[..len];
+        // Half of the buffer fills while the other half goes.
+        for (i, piece) in bytes.chunks(STAGING / 2).enumerate() {
+            let at = self.stage(piece.len())?;
+            self.staging.slice(at, piece.len()).copy_from_slice(piece);
+            self.send(offset + (i * STAGING / 2) as u64, at, piece.len())?;
+        }
+        Ok(())
+    }
+
+    fn download(
+        &mut self,
+        offset: u64,
+        len: usize,
+        read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        self.context.bind()?;
+        self.check_range(offset, len)?;
+        if len == 0 {
+            return read(&[]);
+        }
+        if len <= STAGING {
+            return read(self.fetch(offset, len)?);
+        }
+        let mut bytes = aligned(len);
+        let all = &mut bytemuck::cast_slice_mut::<u64, u8>(&mut bytes)[..len];
+        for (i, piece) in all.chunks_mut(STAGING).enumerate() {
+            piece.copy_from_slice(self.fetch(offset + (i * STAGING) as u64, piece.len())?);
+        }
+        read(all)
+    }
+
+    /// Returns as soon as the work is queued; [`Device::download`] waits for it.
+    fn run(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        section: usize,
+    ) -> Result<(), DeviceError> {
+        if program.sections[section].ops.is_empty() {
+            return Ok(());
+        }
+        self.context.bind()?;
+        self.check(layout)?;
+        self.runs += 1;
+        let known = self.graphs.iter_mut().find(|s| s.key.matches(program, layout, section));
+        match known {
+            Some(section) => {
+                section.used = self.runs;
+                section.graph.launch(self.context.stream)?;
+            }
+            None => self.first_run(program, layout, section)?,
+        }
+        Ok(())
+    }
+}
+
+/// Whether a product adds to a tensor that holds something before the program runs:
+/// measuring it would count it in more than once.
+fn adds_to_resident(program: &Program, op: &Op) -> bool {
+    let mut adds = false;
+    op.kind.for_each_operand(|t, access| {
+        adds |= access == Access::Update && program.tensor(t).resident;
+    });
+    adds
+}
+
+/// Memory for `len` bytes, aligned for any element.
+fn aligned(len: usize) -> Vec<u64> {
+    vec![0; len.div_ceil(8)]
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        let _ = self.context.bind();
+        let _ = self.context.synchronize();
+        self.graphs.clear();
+        self.kernels.unload();
+        let _ = cuda!(cuMemFree_v2(self.slab));
+    }
+}

@@ -1,0 +1,208 @@
+//! Updates and the gradient norm over many tensors in few launches: their
+//! addresses travel as a kernel parameter, so that nothing has to be uploaded.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use plimsoll_arch::DType;
+use plimsoll_program::{Op, OpKind, TensorId};
+
+use crate::error::CudaError;
+use crate::kernels::{Arg, Grid, suffix};
+use crate::launch::Launcher;
+
+/// Tensors, and elements of one block, of a launch of `sum_of_squares`.
+const SQUARE_TENSORS: usize = 128;
+const SQUARE_CHUNK: usize = 1 << 16;
+/// The same of an update.
+const TENSORS: usize = 64;
+const CHUNK: usize = 8192;
+
+/// Mirrors `SquareTable` of reduce.cu.
+#[repr(C)]
+struct SquareTable {
+    data: [u64; SQUARE_TENSORS],
+    elements: [i64; SQUARE_TENSORS],
+    first_block: [i32; SQUARE_TENSORS + 1],
+    count: i32,
+}
+
+/// Mirrors `UpdateTable` of optimizer.cu.
+#[repr(C)]
+struct UpdateTable {
+    param: [u64; TENSORS],
+    grad: [u64; TENSORS],
+    m: [u64; TENSORS],
+    v: [u64; TENSORS],
+    elements: [i64; TENSORS],
+    first_block: [i32; TENSORS + 1],
+    stream: [u32; TENSORS],
+    weight_decay: [f32; TENSORS],
+    count: i32,
+    beta1: f32,
+    beta2: f32,
+    eps: f32,
+    step: u64,
+    norm: u64,
+}
+
+// A kernel parameter is at most 4 KB.
+const _: () = assert!(size_of::<SquareTable>() <= 4096 && size_of::<UpdateTable>() <= 4096);
+
+/// Blocks, and partial sums, over all gradients.
+pub(crate) fn square_blocks(elements: impl Iterator<Item = usize>) -> usize {
+    elements.map(|n| n.div_ceil(SQUARE_CHUNK)).sum()
+}
+
+/// norm (2) = the global norm of all gradients and the clipping factor.
+pub(crate) fn grad_norm(
+    l: &Launcher,
+    grads: &[TensorId],
+    norm: TensorId,
+    max_norm: Option<f32>,
+    workspace: u64,
+) -> Result<(), CudaError> {
+    let mut done = 0usize;
+    let mut rest = grads;
+    while let Some(first) = rest.first() {
+        let dtype = l.dtype(*first);
+        let same = rest.iter().take(SQUARE_TENSORS).take_while(|g| l.dtype(**g) == dtype).count();
+        let (now, later) = rest.split_at(same);
+        let mut table = SquareTable {
+            data: [0; SQUARE_TENSORS],
+            elements: [0; SQUARE_TENSORS],
+            first_block: [0; SQUARE_TENSORS + 1],
+            count: now.len() as i32,
+        };
+        let mut blocks = 0;
+        for (i, grad) in now.iter().enumerate() {
+            let elements = l.program.tensor(*grad).elements();
+            (table.data[i], table.elements[i]) = (l.at(*grad), elements as i64);
+            blocks += elements.div_ceil(SQUARE_CHUNK);
+            table.first_block[i + 1] = blocks as i32;
+        }
+        let partial = workspace + 8 * done as u64;
+        let mut pointers = [argument(&table), argument(&partial)];
+        let name = format!("sum_of_squares_{}", suffix(dtype));
+        l.kernels.launch_pointers(
+            ("reduce", &name),
+            l.stream,
+            Grid::line(blocks, 512),
+            &mut pointers,
+        )?;
+        done += blocks;
+        rest = later;
+    }
+    let args = [
+        Arg::Ptr(workspace),
+        Arg::Ptr(l.at(norm)),
+        Arg::Int(done as i32),
+        Arg::Float(max_norm.unwrap_or(0.0)),
+    ];
+    l.kernels.launch(("reduce", "grad_norm"), l.stream, Grid::line(1, 1024), &args)
+}
+
+fn argument<T>(value: &T) -> *mut c_void {
+    ptr::from_ref(value).cast_mut().cast()
+}
+
+/// What the updates of one launch must agree in.
+#[derive(PartialEq)]
+struct Shared {
+    kernel: String,
+    betas: [f32; 3],
+    step: TensorId,
+    norm: Option<TensorId>,
+}
+
+/// One parameter of a launch.
+struct Update {
+    param: TensorId,
+    grad: TensorId,
+    m: Option<TensorId>,
+    v: Option<TensorId>,
+    weight_decay: f32,
+    stream: u32,
+}
+
+fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
+    let name = |family: &str, param: TensorId, state: DType| {
+        format!("{family}_{}_{}", suffix(l.dtype(param)), suffix(state))
+    };
+    match *op {
+        OpKind::AdamW {
+            param,
+            grad,
+            m,
+            v,
+            step,
+            norm,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            stream,
+        } => {
+            let kernel = name("adamw", param, l.dtype(m));
+            let update = Update { param, grad, m: Some(m), v: Some(v), weight_decay, stream };
+            Some((Shared { kernel, betas: [beta1, beta2, eps], step, norm }, update))
+        }
+        OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
+            let kernel = name("sgd", param, velocity.map_or(DType::F32, |v| l.dtype(v)));
+            let update = Update { param, grad, m: velocity, v: None, weight_decay, stream };
+            Some((Shared { kernel, betas: [momentum, 0.0, 0.0], step, norm }, update))
+        }
+        _ => None,
+    }
+}
+
+/// Launches the update that `ops` begin with and those behind it that can share
+/// its launch; returns how many that are. They touch disjoint tensors.
+pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
+    let Some((shared, _)) = ops.first().and_then(|op| update_of(l, &op.kind)) else {
+        return Ok(0);
+    };
+    let mut table = UpdateTable {
+        param: [0; TENSORS],
+        grad: [0; TENSORS],
+        m: [0; TENSORS],
+        v: [0; TENSORS],
+        elements: [0; TENSORS],
+        first_block: [0; TENSORS + 1],
+        stream: [0; TENSORS],
+        weight_decay: [0.0; TENSORS],
+        count: 0,
+        beta1: shared.betas[0],
+        beta2: shared.betas[1],
+        eps: shared.betas[2],
+        step: l.at(shared.step),
+        norm: shared.norm.map_or(0, |n| l.at(n)),
+    };
+    let (mut taken, mut blocks) = (0usize, 0usize);
+    for op in ops.iter().take(TENSORS) {
+        let Some((other, update)) = update_of(l, &op.kind) else { break };
+        if other != shared {
+            break;
+        }
+        let elements = l.program.tensor(update.param).elements();
+        table.param[taken] = l.at(update.param);
+        table.grad[taken] = l.at(update.grad);
+        table.m[taken] = update.m.map_or(0, |m| l.at(m));
+        table.v[taken] = update.v.map_or(0, |v| l.at(v));
+        table.elements[taken] = elements as i64;
+        table.stream[taken] = update.stream;
+        table.weight_decay[taken] = update.weight_decay;
+        blocks += elements.div_ceil(CHUNK);
+        taken += 1;
+        table.first_block[taken] = blocks as i32;
+    }
+    table.count = taken as i32;
+    let mut pointers = [argument(&table)];
+    l.kernels.launch_pointers(
+        ("optimizer", &shared.kernel),
+        l.stream,
+        Grid::line(blocks, 256),
+        &mut pointers,
+    )?;
+    Ok(taken)
+}
