@@ -38,6 +38,9 @@ pub enum TextError {
         known = crate::SUPPORTED_PRE.join(", ")
     )]
     GgufPre(String),
+    /// The tokenizer cannot be written as `tokenizer.json`.
+    #[error("cannot write the tokenizer as tokenizer.json: {detail}")]
+    Save { detail: String },
     /// The tokenizer refused a text.
     #[error("cannot encode the text {text:?}: {detail}")]
     Encode { text: String, detail: String },

@@ -18,6 +18,7 @@ mod gguf;
 mod lookup;
 mod message;
 mod python;
+mod save;
 mod stream;
 mod template;
 mod tokenizer;

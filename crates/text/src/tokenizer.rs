@@ -21,7 +21,7 @@ pub struct Tokenizer {
     pad: Option<u32>,
     stop: Vec<u32>,
     /// What `encode(.., true)` puts before and after a text.
-    around: (Vec<u32>, Vec<u32>),
+    pub(crate) around: (Vec<u32>, Vec<u32>),
     special: BTreeMap<u32, String>,
 }
 
