@@ -260,6 +260,15 @@ fn best_fit_decreasing(pieces: &mut [Piece], seq_len: usize) -> Vec<Vec<usize>> 
 }
 
 impl Packed {
+    /// A hash of everything in the rows (FNV-1a, 64 bits, over words): a resumed
+    /// run goes by it to know its data again.
+    pub fn checksum(&self) -> u64 {
+        let words = [&self.ids, &self.labels, &self.positions, &self.doc_start];
+        words.into_iter().flatten().fold(0xcbf2_9ce4_8422_2325, |hash: u64, word| {
+            (hash ^ u64::from(*word as u32)).wrapping_mul(0x0100_0000_01b3)
+        })
+    }
+
     /// Number of rows, N.
     pub fn rows(&self) -> usize {
         self.stats.rows

@@ -5,6 +5,7 @@ mod data_args;
 mod exit;
 mod hub;
 mod interrupt;
+mod measuring;
 mod model_source;
 mod planning;
 mod recipe_args;
@@ -78,5 +79,17 @@ fn main() -> ExitCode {
             eprintln!("error: {stop}");
             ExitCode::from(stop.status())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// No option is declared twice, and every default is a legal value.
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
     }
 }

@@ -4,7 +4,10 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_arch::{Architecture, preset};
 use plimsoll_model::{Checkpoint, GgufMetadata, read_architecture};
-use plimsoll_text::{FoundTemplate, GgufVocab, Tokenizer, chatml, find_template, gguf_template};
+use plimsoll_text::{
+    FoundTemplate, GgufVocab, TemplateSource, Tokenizer, chatml, find_template, gguf_template,
+};
+use plimsoll_train::ExtraFile;
 
 use crate::exit::Stop;
 use crate::hub;
@@ -18,10 +21,8 @@ pub struct ModelSource {
     /// Where the tokenizer came from, for the log.
     pub tokenizer_from: String,
     pub template: FoundTemplate,
-    /// The model brings no chat template of its own.
-    pub template_is_built_in: bool,
-    /// Files of the tokenizer, copied beside what is trained from it.
-    pub tokenizer_files: Vec<PathBuf>,
+    /// The folder of the tokenizer's own files, if it has any.
+    tokenizer_folder: Option<PathBuf>,
 }
 
 /// The hyper-parameters alone: no weights are touched.
@@ -72,31 +73,31 @@ fn open_path(path: &Path) -> Result<ModelSource, Stop> {
         eprintln!("warning: {}: no place for tensor `{tensor}`, ignored", path.display());
     }
     let arch = checkpoint.architecture().clone();
-    let (tokenizer, template, tokenizer_from, tokenizer_files);
+    let (tokenizer, template, tokenizer_from, tokenizer_folder);
     if let Some(metadata) = checkpoint.gguf_metadata() {
         let vocab = gguf_vocab(metadata).map_err(Stop::input)?;
-        tokenizer = Tokenizer::from_gguf(vocab).map_err(Stop::input)?;
+        let named = |e| Stop::Input(format!("{}: {e}", path.display()));
+        tokenizer = Tokenizer::from_gguf(vocab).map_err(named)?;
         let source = metadata.string("tokenizer.chat_template").map_err(Stop::input)?;
-        template = gguf_template(source, &tokenizer).map_err(Stop::input)?;
+        template = gguf_template(source, &tokenizer).map_err(named)?;
         tokenizer_from = "the GGUF file".to_owned();
-        tokenizer_files = Vec::new();
+        tokenizer_folder = None;
     } else if path.join("tokenizer.json").exists() {
         tokenizer = Tokenizer::from_dir(path).map_err(Stop::input)?;
         template = find_template(path, &tokenizer).map_err(Stop::input)?;
         tokenizer_from = "tokenizer.json".to_owned();
-        tokenizer_files = TOKENIZER_FILES.iter().map(|f| path.join(f)).collect();
+        tokenizer_folder = Some(path.to_path_buf());
     } else {
         let from = format!("bytes: {} has no tokenizer.json", path.display());
         return byte_level_model(arch, Some(checkpoint), from);
     }
     Ok(ModelSource {
         arch,
-        template_is_built_in: template.source == plimsoll_text::TemplateSource::BuiltIn,
         checkpoint: Some(checkpoint),
         tokenizer,
         tokenizer_from,
         template,
-        tokenizer_files,
+        tokenizer_folder,
     })
 }
 
@@ -121,8 +122,7 @@ fn byte_level_model(
         tokenizer,
         tokenizer_from,
         template,
-        template_is_built_in: true,
-        tokenizer_files: Vec::new(),
+        tokenizer_folder: None,
     })
 }
 
@@ -159,6 +159,31 @@ fn gguf_vocab(m: &GgufMetadata) -> Result<GgufVocab, plimsoll_model::ModelError>
 }
 
 impl ModelSource {
+    /// What is laid beside every model that is trained from this one: the
+    /// files of its tokenizer, or, where it came from elsewhere, new ones.
+    ///
+    /// # Errors
+    /// A file cannot be read, or the tokenizer has no form in such files.
+    pub fn tokenizer_files(&self) -> Result<Vec<ExtraFile>, Stop> {
+        let Some(folder) = &self.tokenizer_folder else {
+            let source = (self.template.source != TemplateSource::BuiltIn)
+                .then(|| self.template.template.source());
+            return self.tokenizer.to_files(source).map_err(Stop::input);
+        };
+        let mut files = Vec::new();
+        for name in TOKENIZER_FILES {
+            let path = folder.join(name);
+            match std::fs::read(&path) {
+                Ok(bytes) => files.push((name.to_owned(), bytes)),
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+                Err(e) => {
+                    return Err(Stop::Input(format!("cannot read {}: {e}", path.display())));
+                }
+            }
+        }
+        Ok(files)
+    }
+
     /// Weights to run with, or the reason why there are none.
     ///
     /// # Errors

@@ -5,9 +5,11 @@ use plimsoll_arch::Architecture;
 use plimsoll_cpu::CpuTarget;
 use plimsoll_infer::InferPlan;
 use plimsoll_plan::{
-    DeviceProfile, GpuTarget, Layout, PlanReport, cpu_profile, gpu, gpu_names, plan_report,
+    DeviceProfile, GpuTarget, Layout, PlanReport, cpu_profile, gpu, gpu_names, live_bytes,
+    plan_report,
 };
-use plimsoll_program::{Method, Program, Recipe, Recompute, RecomputePlan, Target};
+use plimsoll_program::{Class, Method, Program, Recipe, Recompute, RecomputePlan, Target};
+use plimsoll_report::{Timeline, TimelineOp};
 use plimsoll_train::TrainPlan;
 
 use crate::exit::Stop;
@@ -173,12 +175,26 @@ impl Planner {
 
 /// A program with its addresses and its ledger.
 pub struct Planned {
-    pub program: Program,
-    pub layout: Layout,
+    program: Program,
+    layout: Layout,
     pub report: PlanReport,
 }
 
 impl Planned {
+    /// Live bytes over the ops of a step, by class, for a chart.
+    pub fn timeline(&self, title: String) -> Timeline {
+        let live = live_bytes(&self.program, &self.layout);
+        let op = |(index, bytes): (usize, &[u64; Class::ALL.len()])| TimelineOp {
+            name: self.program.op_name(index),
+            bytes: bytes.to_vec(),
+        };
+        Timeline {
+            title,
+            classes: Class::ALL.map(|c| c.name().replace('_', " ")).to_vec(),
+            ops: live.iter().enumerate().map(op).collect(),
+        }
+    }
+
     /// Refuses what does not fit, with the ledger's numbers and advice.
     ///
     /// # Errors

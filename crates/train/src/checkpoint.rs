@@ -13,7 +13,10 @@ use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
 
 use plimsoll_arch::DType;
-use plimsoll_model::{Checkpoint, ModelError, SafetensorsWriter, load_weights, save_weights};
+use plimsoll_model::{
+    Checkpoint, ModelError, SafetensorsWriter, first_non_finite, first_non_finite_bf16,
+    load_weights, save_weights,
+};
 use plimsoll_plan::DeviceError;
 use plimsoll_program::{Class, TensorId, weight_parts};
 use serde::{Deserialize, Serialize};
@@ -24,6 +27,9 @@ use crate::{EarlyStop, Session};
 const OPTIMIZER: &str = "optimizer.safetensors";
 const TRAINER: &str = "trainer.json";
 
+/// Name and contents of a file that is laid beside a model: the tokenizer's.
+pub type ExtraFile = (String, Vec<u8>);
+
 /// Where a run stands, beside its tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
@@ -32,6 +38,9 @@ pub struct TrainerState {
     /// Micro-batches taken from the data, from the first epoch on.
     pub batches: u64,
     pub trained_tokens: u64,
+    /// Of the last step, and of the last evaluation.
+    pub loss: Option<f32>,
+    pub validation_loss: Option<f64>,
     pub early_stop: EarlyStop,
     /// The options that decide the numbers; a resumed run must have the same.
     pub fingerprint: serde_json::Value,
@@ -44,6 +53,8 @@ pub enum CheckpointError {
     Io { action: &'static str, path: PathBuf, source: io::Error },
     #[error(transparent)]
     Model(#[from] ModelError),
+    #[error("tensor `{tensor}` is no longer finite at element {index}: it is not written")]
+    NotFinite { tensor: String, index: usize },
     #[error(transparent)]
     Device(#[from] DeviceError),
     #[error("{} is damaged: {reason}; remove {} to go on from the one before it", path.display(), folder.display())]
@@ -88,6 +99,35 @@ pub fn checkpoints(out: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     Ok(found)
 }
 
+/// Removes what a killed run left half written in its folder, and gives back
+/// its name to a folder that was about to be replaced.
+///
+/// # Errors
+/// The folder cannot be listed, or something in it not removed.
+pub(crate) fn remove_abandoned(out: &Path) -> Result<(), CheckpointError> {
+    let entries = match fs::read_dir(out) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(io_error("list", out)(e)),
+    };
+    for entry in entries {
+        let path = entry.map_err(io_error("list", out))?.path();
+        let stem = path.file_stem().and_then(|n| n.to_str()).unwrap_or_default();
+        let kind = path.extension().and_then(|e| e.to_str()).unwrap_or_default();
+        let ours = stem == "best" || stem.starts_with("checkpoint-");
+        if !ours || !["partial", "old"].contains(&kind) {
+            continue;
+        }
+        let replaced = path.with_extension("");
+        if stem == "best" && kind == "old" && !replaced.exists() {
+            fs::rename(&path, &replaced).map_err(io_error("rename", &path))?;
+        } else {
+            fs::remove_dir_all(&path).map_err(io_error("remove", &path))?;
+        }
+    }
+    Ok(())
+}
+
 impl Session<'_> {
     /// Writes a checkpoint and, once it is safe, removes all but the newest `keep`.
     ///
@@ -97,11 +137,12 @@ impl Session<'_> {
         &mut self,
         out: &Path,
         state: &TrainerState,
+        extra: &[ExtraFile],
         keep: usize,
     ) -> Result<PathBuf, CheckpointError> {
         let path = out.join(folder_name(state.step));
         self.replace_folder(&path, |session, folder| {
-            session.save_model(folder)?;
+            session.save_model(folder, extra)?;
             session.save_optimizer(&folder.join(OPTIMIZER))?;
             let text = serde_json::to_string_pretty(state)
                 .map_err(|e| io_error("write", folder)(e.into()))?;
@@ -133,8 +174,11 @@ impl Session<'_> {
             }
         }
         fs::create_dir_all(&partial).map_err(io_error("create", &partial))?;
-        fill(self, &partial)?;
-        flush_folder(&partial)?;
+        if let Err(error) = fill(self, &partial).and_then(|()| flush_folder(&partial)) {
+            // On a full disk its space is needed; the error counts, not this one.
+            let _ = fs::remove_dir_all(&partial);
+            return Err(error);
+        }
         if path.exists() {
             fs::rename(path, &old).map_err(io_error("rename", path))?;
         }
@@ -148,11 +192,20 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Writes the weights as a model directory: safetensors and config.json.
+    /// Writes the weights as a model directory: safetensors, config.json, and
+    /// the extra files.
     ///
     /// # Errors
-    /// The disk refuses.
-    pub fn save_model(&mut self, folder: &Path) -> Result<(), CheckpointError> {
+    /// A weight is not finite, or the disk refuses.
+    pub fn save_model(
+        &mut self,
+        folder: &Path,
+        extra: &[ExtraFile],
+    ) -> Result<(), CheckpointError> {
+        self.check_finite()?;
+        for (name, bytes) in extra {
+            write_and_flush(&folder.join(name), bytes)?;
+        }
         let plan = self.plan;
         let tensors: Vec<(String, Vec<usize>)> =
             weight_parts(&plan.arch).into_iter().map(|p| (p.source, p.shape)).collect();
@@ -164,6 +217,25 @@ impl Session<'_> {
             _ => writer.write_f32(name, bytemuck::cast_slice(bytes)),
         })?;
         Ok(writer.finish()?)
+    }
+
+    /// A model with a NaN must not take the place of one without.
+    fn check_finite(&mut self) -> Result<(), CheckpointError> {
+        let plan = self.plan;
+        let mut found = None;
+        let (program, layout) = (&plan.train, &plan.train_layout);
+        save_weights(self.device, program, layout, &plan.arch, |name, dtype, bytes| {
+            let index = match dtype {
+                DType::Bf16 => first_non_finite_bf16(bytemuck::cast_slice(bytes)),
+                _ => first_non_finite(bytemuck::cast_slice(bytes)),
+            };
+            found = found.take().or(index.map(|index| (name.to_owned(), index)));
+            Ok(())
+        })?;
+        match found {
+            None => Ok(()),
+            Some((tensor, index)) => Err(CheckpointError::NotFinite { tensor, index }),
+        }
     }
 
     /// Optimizer state in the order of the program.

@@ -49,13 +49,32 @@ pub enum EarlyStopError {
 impl EarlyStop {
     /// `patience` counts evaluations, not steps or epochs.
     pub fn new(patience: Option<u32>, min_delta: f64) -> Result<Self, EarlyStopError> {
+        let new = Self { patience: None, min_delta: 0.0, reference: None, waited: 0, best: None };
+        new.with_settings(patience, min_delta)
+    }
+
+    /// The same history under other settings: a resumed run may be given more
+    /// patience than it was started with.
+    ///
+    /// # Errors
+    /// As [`EarlyStop::new`].
+    pub fn with_settings(
+        self,
+        patience: Option<u32>,
+        min_delta: f64,
+    ) -> Result<Self, EarlyStopError> {
         if patience == Some(0) {
             return Err(EarlyStopError::Patience);
         }
         if !min_delta.is_finite() || min_delta < 0.0 {
             return Err(EarlyStopError::MinDelta(min_delta));
         }
-        Ok(Self { patience, min_delta, reference: None, waited: 0, best: None })
+        Ok(Self { patience, min_delta, ..self })
+    }
+
+    /// Patience is used up: the run that this belongs to has ended.
+    pub fn is_over(&self) -> bool {
+        self.patience.is_some_and(|patience| self.waited >= patience)
     }
 
     /// Takes the validation loss at `step`. NaN and infinities are no progress.
@@ -72,7 +91,7 @@ impl EarlyStop {
         } else {
             self.waited = self.waited.saturating_add(1);
         }
-        Verdict { improved, stop: self.patience.is_some_and(|patience| self.waited >= patience) }
+        Verdict { improved, stop: self.is_over() }
     }
 
     /// The lowest loss so far; `None` before the first finite one.

@@ -9,7 +9,7 @@ use plimsoll_data::{Batch, BatchOrder, DataError, OrderState, Packed};
 use plimsoll_plan::DeviceError;
 use serde::Serialize;
 
-use crate::checkpoint::{CheckpointError, TrainerState};
+use crate::checkpoint::{CheckpointError, ExtraFile, TrainerState, remove_abandoned};
 use crate::{
     EventWriter, MetricsError, MetricsLog, MicroBatch, Schedule, Session, TensorBoardError,
 };
@@ -104,8 +104,8 @@ pub struct RunOptions {
     pub save_every: u64,
     /// Checkpoints that are kept.
     pub keep: usize,
-    /// Files to lay beside every model that is written: the tokenizer's.
-    pub extra_files: Vec<PathBuf>,
+    /// Laid beside every model that is written.
+    pub extra_files: Vec<ExtraFile>,
 }
 
 /// Why the loop ended.
@@ -123,7 +123,7 @@ pub enum Ended {
 pub struct RunSummary {
     pub ended: Ended,
     pub steps: u64,
-    /// Of the last step.
+    /// Of the last step of the run, which a resumed run may not have made itself.
     pub loss: f32,
     pub validation_loss: Option<f64>,
     pub best_validation_loss: Option<f64>,
@@ -175,17 +175,15 @@ pub enum RunError {
     #[error(transparent)]
     TensorBoard(#[from] TensorBoardError),
     #[error(
-        "the loss became {loss} at step {step} (learning rate {learning_rate:.2e}): lower --lr or raise --warmup; the last checkpoint is kept"
+        "{what} at step {step} (learning rate {learning_rate:.2e}): lower --lr or raise --warmup; the last checkpoint is kept"
     )]
-    Diverged { step: u64, loss: f32, learning_rate: f64 },
-    #[error("cannot copy {} to {}: {source}", from.display(), to.display())]
-    Copy { from: PathBuf, to: PathBuf, source: std::io::Error },
+    Diverged { step: u64, what: String, learning_rate: f64 },
 }
 
 /// Trains from `state` to the end. The slab is filled already.
 ///
 /// # Errors
-/// The device, the disk, or a loss that is no number.
+/// The device, the disk, or a loss, gradient or weight that is no number.
 pub fn run(
     session: &mut Session,
     train: &dyn Batches,
@@ -198,14 +196,15 @@ pub fn run(
     let recipe = &session.plan.recipe;
     let accumulate = recipe.accumulate as u64;
     let step_tokens = (recipe.batch * recipe.seq * recipe.accumulate) as f64;
+    remove_abandoned(&options.out)?;
     let mut metrics = MetricsLog::resume(&options.out.join("metrics.jsonl"), state.step)?;
     let mut board = EventWriter::resume(&options.out.join("runs"), state.step + 1)?;
     let started = Instant::now();
     let mut summary = RunSummary {
         ended: Ended::Finished,
         steps: state.step,
-        loss: f32::NAN,
-        validation_loss: None,
+        loss: state.loss.unwrap_or(f32::NAN),
+        validation_loss: state.validation_loss,
         best_validation_loss: None,
         best_step: None,
         tokens_per_second: 0.0,
@@ -213,21 +212,35 @@ pub fn run(
         seconds: 0.0,
     };
     let (mut training_seconds, mut steps_run) = (0.0, 0u64);
-    while state.step < options.total_steps {
+    if state.early_stop.is_over() {
+        summary.ended = Ended::EarlyStop;
+    }
+    while state.step < options.total_steps && summary.ended == Ended::Finished {
         let step = state.step + 1;
         let learning_rate = options.schedule.lr(step - 1);
         let clock = Instant::now();
         let (result, trained) =
             one_step(session, train, state.batches, accumulate, learning_rate, step, options.seed)?;
         let seconds = clock.elapsed().as_secs_f64();
+        let diverged = |what: String| RunError::Diverged { step, what, learning_rate };
         if !result.loss.is_finite() {
-            return Err(RunError::Diverged { step, loss: result.loss, learning_rate });
+            return Err(diverged(format!("the loss became {}", result.loss)));
         }
+        if let Some(norm) = result.grad_norm.filter(|n| !n.is_finite()) {
+            return Err(diverged(format!("the norm of the gradient became {norm}")));
+        }
+        let saving = |error: CheckpointError| match error {
+            CheckpointError::NotFinite { tensor, index } => {
+                diverged(format!("element {index} of `{tensor}` is no longer finite"))
+            }
+            other => other.into(),
+        };
         training_seconds += seconds;
         steps_run += 1;
         state.step = step;
         state.batches += accumulate;
         state.trained_tokens += trained as u64;
+        state.loss = Some(result.loss);
         let line = StepMetrics {
             step,
             epoch: state.batches as f64 / train.per_epoch() as f64,
@@ -256,6 +269,7 @@ pub fn run(
             && (last || step.is_multiple_of(options.evaluate_every))
         {
             let (loss, tokens) = evaluate(session, validation)?;
+            state.validation_loss = Some(loss);
             let verdict = state.early_stop.update(step, loss);
             let line = ValidationMetrics {
                 step,
@@ -272,27 +286,26 @@ pub fn run(
             summary.validation_loss = Some(loss);
             if verdict.improved {
                 let best = options.out.join("best");
-                session.replace_folder(&best, |session, folder| session.save_model(folder))?;
-                copy_files(&options.extra_files, &best)?;
+                session
+                    .replace_folder(&best, |s, folder| s.save_model(folder, &options.extra_files))
+                    .map_err(saving)?;
             }
             patience_over = verdict.stop;
         }
         if last || patience_over || asked || step.is_multiple_of(options.save_every) {
-            let path = session.save_checkpoint(&options.out, &state, options.keep)?;
+            let path = session
+                .save_checkpoint(&options.out, &state, &options.extra_files, options.keep)
+                .map_err(saving)?;
             on_event(Event::Saved(&path));
-        }
-        if asked && !last {
-            summary.ended = Ended::Interrupted;
-            break;
         }
         if patience_over {
             summary.ended = Ended::EarlyStop;
-            break;
+        } else if asked && !last {
+            summary.ended = Ended::Interrupted;
         }
     }
     if summary.ended != Ended::Interrupted {
-        session.save_model(&options.out)?;
-        copy_files(&options.extra_files, &options.out)?;
+        session.save_model(&options.out, &options.extra_files)?;
     }
     let best = state.early_stop.best();
     summary.steps = state.step;
@@ -333,15 +346,4 @@ pub fn evaluate(session: &mut Session, batches: &dyn Batches) -> Result<(f64, us
         tokens += count;
     }
     Ok((sum / tokens.max(1) as f64, tokens))
-}
-
-fn copy_files(files: &[PathBuf], folder: &Path) -> Result<(), RunError> {
-    for from in files.iter().filter(|f| f.exists()) {
-        let Some(name) = from.file_name() else { continue };
-        let to = folder.join(name);
-        if let Err(source) = std::fs::copy(from, &to) {
-            return Err(RunError::Copy { from: from.clone(), to, source });
-        }
-    }
-    Ok(())
 }

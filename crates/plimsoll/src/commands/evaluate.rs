@@ -37,6 +37,17 @@ pub fn run(args: &EvaluateArgs) -> Outcome {
     let recipe = Recipe::full(args.precision.dtype(), args.batch, seq);
     let target = CpuTarget { threads: crate::threads() };
     let plan = TrainPlan::for_evaluation(&model.arch, &recipe, &target).map_err(Stop::input)?;
+    let limit = plimsoll_measure::machine_memory_limit().unwrap_or(u64::MAX);
+    if plan.slab_bytes() > limit {
+        return Err(Stop::DoesNotFit(format!(
+            "evaluating {} at batch {} and seq {seq} needs {} of {}: lower --batch or --seq, or \
+             use --precision bf16",
+            model.arch.name,
+            args.batch,
+            units::bytes(plan.slab_bytes()),
+            units::bytes(limit)
+        )));
+    }
     let rows = args.data.rows(&model, args.batch, seq, 0)?.train;
     let mut device = CpuDevice::new(plan.slab_bytes(), crate::threads())?;
     let (program, layout) = (&plan.evaluate, &plan.evaluate_layout);

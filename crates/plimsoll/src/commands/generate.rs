@@ -89,7 +89,8 @@ pub struct GenerateArgs {
 pub fn run(args: &GenerateArgs) -> Outcome {
     let model = open_model(&args.model)?;
     let prompt = prompt_ids(args, &model)?;
-    let wanted = prompt.len() + args.sampling.max_new_tokens;
+    // A prompt needs one position more than its own, even if nothing is to follow.
+    let wanted = prompt.len().saturating_add(args.sampling.max_new_tokens.max(1));
     let context = args.sampling.context.unwrap_or(wanted.min(model.arch.max_position_embeddings));
     let mut loaded = Loaded::new(&model, context, args.sampling.precision)?;
     let peak_bytes = loaded.plan.slab_bytes();
@@ -169,6 +170,13 @@ impl Loaded {
     /// The model has no weights or does not fit.
     pub fn new(model: &ModelSource, context: usize, precision: Precision) -> Result<Loaded, Stop> {
         let checkpoint = model.weights()?;
+        let most = model.arch.max_position_embeddings;
+        if !(1..=most).contains(&context) {
+            return Err(Stop::Input(format!(
+                "--context {context} is out of range: {} was made for 1 to {most} positions",
+                model.arch.name
+            )));
+        }
         let target = CpuTarget { threads: crate::threads() };
         let recipe = Recipe::infer(precision.dtype(), 1, context);
         let plan = InferPlan::new(&model.arch, &recipe, &target).map_err(Stop::input)?;

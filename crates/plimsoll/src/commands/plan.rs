@@ -1,5 +1,7 @@
 //! `plimsoll plan`: the ledger, before anything runs.
 
+use std::path::PathBuf;
+
 use clap::Args;
 use plimsoll_plan::PlanReport;
 use plimsoll_program::Method;
@@ -25,6 +27,9 @@ pub struct PlanArgs {
     pub memory: Option<u64>,
     #[arg(long, value_enum, default_value = "table")]
     pub format: Format,
+    /// Draw the live bytes over the ops of a step into this SVG file.
+    #[arg(long)]
+    pub timeline: Option<PathBuf>,
 }
 
 pub fn run(args: &PlanArgs) -> Outcome {
@@ -39,6 +44,12 @@ pub fn run(args: &PlanArgs) -> Outcome {
         recipe = planner.with_least_recompute(&arch, &recipe)?;
     }
     let planned = planner.plan(&arch, &recipe)?;
+    if let Some(path) = &args.timeline {
+        let title = format!("{}, batch {}, seq {}", arch.name, recipe.batch, recipe.seq);
+        let svg = planned.timeline(title).svg().map_err(Stop::input)?;
+        std::fs::write(path, svg)
+            .map_err(|e| Stop::Input(format!("--timeline {}: {e}", path.display())))?;
+    }
     match args.format {
         Format::Json => {
             let json = serde_json::to_string_pretty(&planned.report);

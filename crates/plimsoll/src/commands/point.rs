@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use clap::Args;
 use plimsoll_cpu::CpuDevice;
-use plimsoll_measure::{Resident, peak, reset_peak};
+use plimsoll_measure::Resident;
 use plimsoll_model::{init_state, init_weights, load_weights};
 use plimsoll_plan::{cpu_profile, schedule};
 use plimsoll_train::{Batches, MicroBatch, PackedBatches, Session, TrainPlan};
@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::data_args::DataArgs;
 use crate::exit::{Outcome, Stop};
+use crate::measuring::Growth;
 use crate::model_source::open_model;
 use crate::recipe_args::{Precision, RecipeArgs};
 use crate::units;
@@ -64,9 +65,7 @@ pub fn run(args: &PointArgs) -> Outcome {
         )));
     }
 
-    return_free_memory();
-    reset_peak().map_err(Stop::input)?;
-    let before = Resident::now().map_err(Stop::input)?.rss;
+    let growth = Growth::start()?;
     let mut device = CpuDevice::new(planned, threads)?;
     let (program, layout) = (&plan.train, &plan.train_layout);
     init_state(&mut device, program, layout, &model.arch)?;
@@ -76,7 +75,7 @@ pub fn run(args: &PointArgs) -> Outcome {
     }
     let mut session = Session { plan: &plan, device: &mut device };
     let (loss, times) = measure(&mut session, &rows, args)?;
-    let measured = peak().map_err(Stop::input)?.saturating_sub(before);
+    let measured = growth.most()?;
 
     let median = times[times.len() / 2];
     let tokens = (recipe.batch * recipe.seq * recipe.accumulate) as f64;
@@ -117,13 +116,4 @@ fn measure(
     }
     times.sort_by(f64::total_cmp);
     Ok((loss, times))
-}
-
-/// Gives freed heap memory back to the kernel, so that what follows is new.
-fn return_free_memory() {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: no preconditions.
-    unsafe {
-        libc::malloc_trim(0);
-    }
 }

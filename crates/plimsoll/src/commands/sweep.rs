@@ -6,11 +6,14 @@ use std::time::Duration;
 
 use clap::Args;
 use plimsoll_measure::{Launch, Point, RunError, Status, Sweep, Vary, run_point};
-use plimsoll_report::{Options, Report, Series, render};
+use plimsoll_report::{Options, Report, Series, Timeline, render};
 use serde_json::{Map, Value, json};
 
 use crate::commands::point::PointArgs;
 use crate::exit::{Outcome, Stop};
+use crate::model_source::open_architecture;
+use crate::planning::Planner;
+use crate::recipe_args::Precision;
 use crate::{Format, interrupt};
 
 #[derive(Debug, Args)]
@@ -24,16 +27,15 @@ pub struct SweepArgs {
     /// Seconds after which a point is given up.
     #[arg(long)]
     pub timeout: Option<u64>,
-    #[arg(long, value_enum, default_value = "table")]
-    pub format: Format,
     #[command(flatten)]
     pub point: PointArgs,
 }
 
 /// Options of this command that a point does not know.
-const OWN_OPTIONS: [&str; 4] = ["--vary", "--out", "--timeout", "--format"];
+const OWN_OPTIONS: [&str; 3] = ["--vary", "--out", "--timeout"];
 
 pub fn run(args: &SweepArgs) -> Outcome {
+    let (format, _) = args.point.data.formats()?;
     let mut axes = Vec::new();
     for text in &args.vary {
         axes.push(Vary::parse(text).map_err(Stop::input)?);
@@ -49,7 +51,7 @@ pub fn run(args: &SweepArgs) -> Outcome {
         eprintln!("{torn}");
     }
     let stop = interrupt::flag();
-    let table = args.format == Format::Table;
+    let table = format == Format::Table;
     if table {
         println!("{}", header());
         for point in sweep.points() {
@@ -79,8 +81,8 @@ pub fn run(args: &SweepArgs) -> Outcome {
             println!("{}", line(point));
         }
     }
-    let report = write_report(args)?;
-    match args.format {
+    let report = write_report(args, sweep.points())?;
+    match format {
         Format::Json => {
             println!("{}", json!({ "points": sweep.points(), "conclusions": report.conclusions }));
         }
@@ -95,13 +97,33 @@ pub fn run(args: &SweepArgs) -> Outcome {
     Ok(())
 }
 
-fn write_report(args: &SweepArgs) -> Result<Report, Stop> {
+fn write_report(args: &SweepArgs, points: &[Point]) -> Result<Report, Stop> {
     let series = Series::read(&args.out).map_err(Stop::input)?;
     let title = format!("{}: planned and measured", args.point.model);
-    let options = Options { title: Some(title), ..Options::default() };
+    let timelines = timeline(args, points).into_iter().collect();
+    let options = Options { title: Some(title), timelines, ..Options::default() };
     let report = render(&[series], &options).map_err(Stop::input)?;
     report.write(&args.out.join("report.html")).map_err(Stop::input)?;
     Ok(report)
+}
+
+/// The plan of the last point that ran, op by op; none where none ran.
+fn timeline(args: &SweepArgs, points: &[Point]) -> Option<Timeline> {
+    let point = points.iter().rfind(|p| p.status == Status::Ok)?;
+    let mut recipe = args.point.recipe.clone();
+    for (name, value) in &point.point {
+        let value = value.as_u64()? as usize;
+        match name.as_str() {
+            "batch" => recipe.batch = value,
+            "seq" => recipe.seq = Some(value),
+            _ => recipe.accumulate = value,
+        }
+    }
+    let arch = open_architecture(&args.point.model).ok()?;
+    let recipe = recipe.recipe(&arch, Precision::F32).ok()?;
+    let planned = Planner::cpu(crate::threads(), None).plan(&arch, &recipe).ok()?;
+    let title = format!("Live bytes over one step: batch {}, seq {}", recipe.batch, recipe.seq);
+    Some(planned.timeline(title))
 }
 
 /// Everything that must be the same for points to be comparable.

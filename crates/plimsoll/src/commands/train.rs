@@ -7,20 +7,20 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use plimsoll_cpu::CpuDevice;
-use plimsoll_measure::{Resident, peak, reset_peak};
 use plimsoll_model::{init_state, init_weights, load_weights};
 use plimsoll_train::{
-    Batches, Decay, EarlyStop, Ended, Event, RunError, RunOptions, Schedule, Session, StepMetrics,
-    TrainPlan, TrainerState, Warmup, checkpoints, run as run_loop,
+    Batches, CheckpointError, Decay, EarlyStop, Ended, Event, RunError, RunOptions, Schedule,
+    Session, StepMetrics, TrainPlan, TrainerState, Warmup, checkpoints, run as run_loop,
 };
 use serde_json::{Value, json};
 
 use crate::commands::plan::table;
 use crate::data_args::{DataArgs, Rows};
 use crate::exit::{Outcome, Stop};
+use crate::measuring::Growth;
 use crate::model_source::{ModelSource, open_model};
 use crate::planning::Planner;
-use crate::recipe_args::{Precision, RecipeArgs};
+use crate::recipe_args::{MethodArg, Precision, RecipeArgs};
 use crate::{Format, interrupt, units};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -83,6 +83,7 @@ pub struct TrainArgs {
 
 pub fn run(args: &TrainArgs) -> Outcome {
     let (format, _) = args.data.formats()?;
+    check(args)?;
     let model = open_model(&args.model)?;
     let stop = interrupt::flag();
     let mut recipe = args.recipe.recipe(&model.arch, Precision::F32)?;
@@ -98,14 +99,13 @@ pub fn run(args: &TrainArgs) -> Outcome {
     eprintln!("tokenizer: {}", model.tokenizer_from);
     eprintln!("chat template: {}", model.template.reason);
     let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?;
-    let old = prepare_folder(args)?;
     let target = plimsoll_cpu::CpuTarget { threads: crate::threads() };
     let plan = TrainPlan::new(&model.arch, &recipe, &target).map_err(Stop::input)?;
     let options = options(args, &rows, recipe.accumulate as u64, &model)?;
+    let old = prepare_folder(args)?;
     eprint!("{}", table(&planned.report));
 
-    reset_peak().map_err(Stop::input)?;
-    let before = Resident::now().map_err(Stop::input)?.rss;
+    let growth = Growth::start()?;
     let mut device = CpuDevice::new(plan.slab_bytes(), crate::threads())?;
     let fingerprint = fingerprint(args, &model, &rows, &options);
     let state = fill(args, &model, &plan, &mut device, old.as_ref(), &fingerprint)?;
@@ -123,10 +123,11 @@ pub fn run(args: &TrainArgs) -> Outcome {
     progress.finish();
     let summary = summary.map_err(|e| match e {
         RunError::Diverged { .. } => Stop::Failed(e.to_string()),
+        RunError::Checkpoint(CheckpointError::NotFinite { .. }) => Stop::Failed(e.to_string()),
         RunError::Device(e) => e.into(),
         other => Stop::input(other),
     })?;
-    let measured = peak().map_err(Stop::input)?.saturating_sub(before);
+    let measured = growth.most()?;
     match format {
         Format::Json => {
             let mut value =
@@ -166,6 +167,36 @@ pub fn run(args: &TrainArgs) -> Outcome {
     Ok(())
 }
 
+/// Refuses options that need neither model nor data to be seen as wrong.
+fn check(args: &TrainArgs) -> Outcome {
+    if args.recipe.method == MethodArg::Infer {
+        return Err(Stop::Input("--method infer trains nothing: give full".into()));
+    }
+    if !(args.epochs > 0.0 && args.epochs <= 1e6) {
+        return Err(Stop::Input(format!(
+            "--epochs {}: give a number above 0, up to a million",
+            args.epochs
+        )));
+    }
+    let counts =
+        [("steps", args.steps), ("eval-every", args.eval_every), ("save-every", args.save_every)];
+    for (option, value) in counts {
+        if value == Some(0) {
+            return Err(Stop::Input(format!("--{option} 0: give at least 1 step")));
+        }
+    }
+    // What is trained from must stay as it is: its files would be overwritten.
+    let real = |path: &std::path::Path| std::fs::canonicalize(path).ok();
+    let model = real(args.model.as_ref());
+    if model.is_some() && model == real(&args.out) {
+        return Err(Stop::Input(format!(
+            "--out {} is the folder of --model, whose files it would overwrite: give another",
+            args.out.display()
+        )));
+    }
+    EarlyStop::new(args.patience, args.min_delta).map(|_| ()).map_err(Stop::input)
+}
+
 /// The folder exists and can be written; the newest checkpoint, if there is one
 /// to go on from.
 fn prepare_folder(args: &TrainArgs) -> Result<Option<PathBuf>, Stop> {
@@ -197,9 +228,6 @@ fn options(
     accumulate: u64,
     model: &ModelSource,
 ) -> Result<RunOptions, Stop> {
-    if !(args.epochs > 0.0 && args.epochs <= 1e6) {
-        return Err(Stop::Input(format!("--epochs {}: give a number above 0", args.epochs)));
-    }
     let epoch_steps = rows.train.per_epoch().div_ceil(accumulate).max(1);
     let by_epochs = (rows.train.per_epoch() as f64 * args.epochs / accumulate as f64).ceil();
     let total_steps = args.steps.unwrap_or(by_epochs as u64).max(1);
@@ -213,11 +241,6 @@ fn options(
         ScheduleArg::Linear => Decay::Linear,
         ScheduleArg::Constant => Decay::Constant,
     };
-    for (option, value) in [("eval-every", args.eval_every), ("save-every", args.save_every)] {
-        if value == Some(0) {
-            return Err(Stop::Input(format!("--{option} 0: give at least 1 step")));
-        }
-    }
     Ok(RunOptions {
         total_steps,
         schedule: Schedule::new(args.lr, decay, warmup, total_steps).map_err(Stop::input)?,
@@ -226,7 +249,7 @@ fn options(
         evaluate_every: args.eval_every.unwrap_or(epoch_steps),
         save_every: args.save_every.unwrap_or(epoch_steps),
         keep: args.keep,
-        extra_files: model.tokenizer_files.clone(),
+        extra_files: model.tokenizer_files()?,
     })
 }
 
@@ -241,10 +264,14 @@ fn fill(
 ) -> Result<TrainerState, Stop> {
     let (program, layout) = (&plan.train, &plan.train_layout);
     init_state(device, program, layout, &plan.arch)?;
+    let early_stop = EarlyStop::new(args.patience, args.min_delta).map_err(Stop::input)?;
     if let Some(path) = checkpoint {
         eprintln!("resuming from {}", path.display());
         let mut session = Session { plan, device };
-        return session.load_checkpoint(path, fingerprint).map_err(Stop::input);
+        let mut state = session.load_checkpoint(path, fingerprint).map_err(Stop::input)?;
+        let history = state.early_stop.with_settings(args.patience, args.min_delta);
+        state.early_stop = history.map_err(Stop::input)?;
+        return Ok(state);
     }
     match &model.checkpoint {
         Some(checkpoint) => load_weights(device, program, layout, &plan.arch, checkpoint)?,
@@ -254,7 +281,9 @@ fn fill(
         step: 0,
         batches: 0,
         trained_tokens: 0,
-        early_stop: EarlyStop::new(args.patience, args.min_delta).map_err(Stop::input)?,
+        loss: None,
+        validation_loss: None,
+        early_stop,
         fingerprint: fingerprint.clone(),
     })
 }
@@ -264,6 +293,10 @@ fn fill(
 fn fingerprint(args: &TrainArgs, model: &ModelSource, rows: &Rows, options: &RunOptions) -> Value {
     let r = &args.recipe;
     let packed = rows.train.packed();
+    let mut schedule = serde_json::to_value(options.schedule).unwrap_or(Value::Null);
+    if let (ScheduleArg::Constant, Some(fields)) = (args.schedule, schedule.as_object_mut()) {
+        fields.remove("total_steps");
+    }
     json!({
         "model": model.arch.name,
         "parameters": model.arch.parameters(),
@@ -282,11 +315,12 @@ fn fingerprint(args: &TrainArgs, model: &ModelSource, rows: &Rows, options: &Run
         "decay": format!("{:?}", r.decay),
         "max_grad_norm": r.max_grad_norm,
         "optimizer_in_backward": r.optimizer_in_backward,
-        "schedule": serde_json::to_value(options.schedule).unwrap_or(Value::Null),
+        "schedule": schedule,
         "seed": args.seed,
         "train_on": format!("{:?}", args.data.train_on),
         "style": format!("{:?}", args.data.style),
         "pad": args.data.pad,
+        "data": format!("{:016x}", packed.checksum()),
     })
 }
 
