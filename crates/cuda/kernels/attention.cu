@@ -13,8 +13,8 @@
 //   lse          f32  (B*T, H): natural logarithm of the sum of exp(scale * q.k) over the visible keys
 //   doc_start    i32  (B*T): index, within its row of the batch, of the first token of the token's document;
 //                never decreasing along a row, at most the token's own index
-//   stats        f32x2 (B, H, Tpad), Tpad = 128*ceil(T/128): {lse*log2(e), rowsum(out*d_out)}, written by
-//                `attention_bwd_stats_dD` and read by the other two backward kernels
+//   stats        f32  (B, H, 2, Tpad), Tpad = 128*ceil(T/128), scratch of the backward: lse*log2(e), then
+//                delta = rowsum(out*d_out); written by `attention_bwd_stats_dD` and read by the other two
 // Query t sees keys j with max(doc_start[t], t - window + 1) <= j <= t; window >= T means no window.
 // `scale` is 1/sqrt(D) by convention. All pointers must be 16-byte aligned.
 //
@@ -75,7 +75,8 @@ __device__ __forceinline__ void ldmatrix_t(u32 (&r)[4], u32 addr) {
 }
 
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -289,7 +290,7 @@ __device__ __forceinline__ void forward(const u16* __restrict__ qkv, const int* 
 
 template <int D>
 __device__ __forceinline__ void backward_stats(const u16* __restrict__ out, const u16* __restrict__ d_out,
-                                               const float* __restrict__ lse, float2* __restrict__ stats, int B,
+                                               const float* __restrict__ lse, float* __restrict__ stats, int B,
                                                int T, int H) {
     int Tpad = (T + 127) / 128 * 128;
     size_t id = ((size_t)blockIdx.x * blockDim.x + threadIdx.x) / 8;  // eight lanes per (token, head)
@@ -314,9 +315,11 @@ __device__ __forceinline__ void backward_stats(const u16* __restrict__ out, cons
     acc += __shfl_xor_sync(group, acc, 1);
     acc += __shfl_xor_sync(group, acc, 2);
     acc += __shfl_xor_sync(group, acc, 4);
-    if (part == 0)  // infinity makes every probability of a padding row zero
-        stats[((size_t)b * H + h) * Tpad + t] =
-            make_float2(t < T ? lse[token * H + h] * LOG2E : -neg_inf(), acc);
+    if (part == 0) {
+        float* row = stats + ((size_t)b * H + h) * 2 * Tpad + t;
+        row[0] = t < T ? lse[token * H + h] * LOG2E : -neg_inf();  // infinity: a padding row's probabilities are zero
+        row[Tpad] = acc;
+    }
 }
 
 // Writes a warp's 16 x D accumulator, scaled, to rows t0 + lane/4 (+8) of a bf16 matrix.
@@ -338,13 +341,13 @@ __device__ __forceinline__ void store_rows(u16* dst, const float (&c)[D / 8][4],
 // gradients are already in the A-operand layout of the two products that follow.
 template <int D>
 __device__ __forceinline__ void backward_dkdv(const u16* __restrict__ qkv, const u16* __restrict__ d_out,
-                                              const float2* __restrict__ stats, const int* __restrict__ doc_start,
+                                              const float* __restrict__ stats, const int* __restrict__ doc_start,
                                               u16* __restrict__ d_qkv, int T, int H, int K, int window, float scale) {
     constexpr int BM = 64, BN = 64, MT = BM / 8, DT = D / 8, TILE = 64 * D * 2;
     extern __shared__ __align__(128) unsigned char smem[];
     u32 sK = (u32)__cvta_generic_to_shared(smem), sV = sK + TILE, sQO = sV + TILE;  // two stages of {Q, dO}
     u32 sStats = sQO + 4 * TILE;
-    const float4* stats_tile = (const float4*)(smem + 6 * TILE);
+    const float2* stats_tile = (const float2*)(smem + 6 * TILE);
 
     int b = blockIdx.x / K, kv = blockIdx.x % K, group = H / K, n0 = blockIdx.y * BN;
     int Tpad = (T + 127) / 128 * 128;
@@ -370,7 +373,8 @@ __device__ __forceinline__ void backward_dkdv(const u16* __restrict__ qkv, const
         load_tile<D, BM>(sQO + stage * 2 * TILE + TILE, d_o + h * D, m0, T, o_stride);
         if (threadIdx.x < BM / 2)
             cp_async16(sStats + stage * BM * 8 + threadIdx.x * 16,
-                       stats + ((size_t)b * H + h) * Tpad + m0 + threadIdx.x * 2, true);
+                       stats + (((size_t)b * H + h) * 2 + threadIdx.x / (BM / 4)) * Tpad + m0 +
+                           threadIdx.x % (BM / 4) * 4, true);
         cp_async_commit();
     };
     load_stage(0, 0);
@@ -431,11 +435,12 @@ __device__ __forceinline__ void backward_dkdv(const u16* __restrict__ qkv, const
         }
 #pragma unroll
         for (int j = 0; j < MT; ++j) {
-            float4 st = stats_tile[stage * BM / 2 + j * 4 + (lane & 3)];
+            const float2* st = stats_tile + stage * BM + j * 4 + (lane & 3);
+            float2 lse2 = st[0], delta = st[BM / 2];
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                s[j][e] = exp2_fast(fmaf(s[j][e], scale_log2, -(e & 1 ? st.z : st.x)));
-                dp[j][e] = s[j][e] * (dp[j][e] - (e & 1 ? st.w : st.y));
+                s[j][e] = exp2_fast(fmaf(s[j][e], scale_log2, -(e & 1 ? lse2.y : lse2.x)));
+                dp[j][e] = s[j][e] * (dp[j][e] - (e & 1 ? delta.y : delta.x));
             }
         }
 #pragma unroll
@@ -467,7 +472,7 @@ __device__ __forceinline__ void backward_dkdv(const u16* __restrict__ qkv, const
 
 template <int D>
 __device__ __forceinline__ void backward_dq(const u16* __restrict__ qkv, const u16* __restrict__ d_out,
-                                            const float2* __restrict__ stats, const int* __restrict__ doc_start,
+                                            const float* __restrict__ stats, const int* __restrict__ doc_start,
                                             u16* __restrict__ d_qkv, int T, int H, int K, int window, float scale) {
     constexpr int BM = 64, BN = 64, NT = BN / 8, DT = D / 8, TILE = 64 * D * 2;
     extern __shared__ __align__(128) unsigned char smem[];
@@ -491,7 +496,8 @@ __device__ __forceinline__ void backward_dq(const u16* __restrict__ qkv, const u
     for (int r = 0; r < 2; ++r) {
         int t = m0 + warp * 16 + r * 8 + lane / 4;
         lo[r] = first_key(doc, min(t, T - 1), window);
-        st[r] = stats[((size_t)b * H + h) * Tpad + t];
+        const float* row_stats = stats + ((size_t)b * H + h) * 2 * Tpad + t;
+        st[r] = make_float2(row_stats[0], row_stats[Tpad]);
     }
     load_tile<D, BM>(sQ, row + h * D, m0, T, stride);
     load_tile<D, BM>(sO, d_out + (size_t)b * T * o_stride + h * D, m0, T, o_stride);
@@ -584,17 +590,17 @@ __device__ __forceinline__ void backward_dq(const u16* __restrict__ qkv, const u
         forward<D>(qkv, doc_start, out, lse, T, H, K, window, scale);                                              \
     }                                                                                                              \
     extern "C" __global__ void __launch_bounds__(256)                                                              \
-        attention_bwd_stats_d##D(const u16* out, const u16* d_out, const float* lse, float2* stats, int B, int T,  \
+        attention_bwd_stats_d##D(const u16* out, const u16* d_out, const float* lse, float* stats, int B, int T,  \
                                  int H) {                                                                          \
         backward_stats<D>(out, d_out, lse, stats, B, T, H);                                                        \
     }                                                                                                              \
     extern "C" __global__ void __launch_bounds__(128)                                                              \
-        attention_bwd_dkdv_d##D(const u16* qkv, const u16* d_out, const float2* stats, const int* doc_start,       \
+        attention_bwd_dkdv_d##D(const u16* qkv, const u16* d_out, const float* stats, const int* doc_start,       \
                                 u16* d_qkv, int, int T, int H, int K, int window, float scale) {                   \
         backward_dkdv<D>(qkv, d_out, stats, doc_start, d_qkv, T, H, K, window, scale);                             \
     }                                                                                                              \
     extern "C" __global__ void __launch_bounds__(128)                                                              \
-        attention_bwd_dq_d##D(const u16* qkv, const u16* d_out, const float2* stats, const int* doc_start,         \
+        attention_bwd_dq_d##D(const u16* qkv, const u16* d_out, const float* stats, const int* doc_start,         \
                               u16* d_qkv, int, int T, int H, int K, int window, float scale) {                     \
         backward_dq<D>(qkv, d_out, stats, doc_start, d_qkv, T, H, K, window, scale);                               \
     }
