@@ -5,7 +5,6 @@
 //! SXM or desktop part times the fraction that was measured on the H200.
 
 use plimsoll_arch::DType;
-use plimsoll_program::{OpKind, Program, Target};
 use serde::Serialize;
 
 /// A kind of device.
@@ -131,21 +130,6 @@ pub fn cpu_profile(cores: usize, memory_bytes: u64) -> DeviceProfile {
         op_overhead_seconds: 5e-6,
         overhead_bytes: 0,
         source: "a guess from the number of cores",
-    }
-}
-
-/// Scratch memory of a CUDA device: what cuBLASLt is given on compute
-/// capability 9.0 for each matrix product.
-pub struct GpuTarget;
-
-impl Target for GpuTarget {
-    fn workspace_bytes(&self, op: &OpKind, _: &Program) -> u64 {
-        match op {
-            OpKind::Linear { .. }
-            | OpKind::LinearBackwardInput { .. }
-            | OpKind::LinearBackwardWeight { .. } => 32 << 20,
-            _ => 0,
-        }
     }
 }
 

@@ -35,6 +35,16 @@ pub trait Device {
         read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError>;
 
+    /// Bytes that the driver says this device has taken, and those of them that
+    /// lie outside of the slab. `None` where there is no driver to ask: memory
+    /// of the CPU is counted by the kernel, for the whole process.
+    ///
+    /// # Errors
+    /// The driver's own.
+    fn taken_bytes(&mut self) -> Result<Option<Taken>, DeviceError> {
+        Ok(None)
+    }
+
     /// Runs one section of a program once.
     ///
     /// # Errors
@@ -45,6 +55,14 @@ pub trait Device {
         layout: &Layout,
         section: usize,
     ) -> Result<(), DeviceError>;
+}
+
+/// Memory of a device as its driver counts it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Taken {
+    pub total: u64,
+    /// Context, modules, libraries and captured sections.
+    pub overhead: u64,
 }
 
 /// Why a device could not do what it was asked.

@@ -2,6 +2,7 @@
 
 mod commands;
 mod data_args;
+mod devices;
 mod exit;
 mod hub;
 mod interrupt;

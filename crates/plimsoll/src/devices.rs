@@ -1,0 +1,73 @@
+//! Which device a command runs on.
+
+use clap::ValueEnum;
+use plimsoll_cpu::{CpuDevice, CpuTarget};
+use plimsoll_cuda::{CudaDevice, CudaTarget, device_info};
+use plimsoll_plan::Device;
+use plimsoll_program::Target;
+
+use crate::exit::Stop;
+use crate::recipe_args::Precision;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DeviceArg {
+    Cpu,
+    Cuda,
+}
+
+impl DeviceArg {
+    /// The device that the user asked for, or the one there is: a usable GPU,
+    /// else the CPU.
+    pub fn resolve(asked: Option<DeviceArg>) -> DeviceArg {
+        let found = || match device_info(0) {
+            Ok(_) => DeviceArg::Cuda,
+            Err(_) => DeviceArg::Cpu,
+        };
+        asked.unwrap_or_else(found)
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            DeviceArg::Cpu => "cpu",
+            DeviceArg::Cuda => "cuda",
+        }
+    }
+
+    /// Type of weights where the user names none.
+    pub fn default_precision(self) -> Precision {
+        match self {
+            DeviceArg::Cpu => Precision::F32,
+            DeviceArg::Cuda => Precision::Bf16,
+        }
+    }
+
+    /// How much scratch memory its ops want.
+    pub fn target(self) -> Box<dyn Target> {
+        match self {
+            DeviceArg::Cpu => Box::new(CpuTarget { threads: crate::threads() }),
+            DeviceArg::Cuda => Box::new(CudaTarget),
+        }
+    }
+
+    /// Bytes of its memory.
+    ///
+    /// # Errors
+    /// There is no such device.
+    pub fn memory_bytes(self) -> Result<u64, Stop> {
+        match self {
+            DeviceArg::Cpu => plimsoll_measure::machine_memory_limit().map_err(Stop::input),
+            DeviceArg::Cuda => Ok(device_info(0).map_err(Stop::input)?.memory_bytes),
+        }
+    }
+
+    /// Reserves a slab.
+    ///
+    /// # Errors
+    /// There is no such device, or not that much memory.
+    pub fn reserve(self, slab_bytes: u64) -> Result<Box<dyn Device>, Stop> {
+        Ok(match self {
+            DeviceArg::Cpu => Box::new(CpuDevice::new(slab_bytes, crate::threads())?),
+            DeviceArg::Cuda => Box::new(CudaDevice::new(slab_bytes, 0)?),
+        })
+    }
+}
