@@ -134,7 +134,7 @@ fn rows<T: Elem>() {
     let mut table = vec![0.0; 72 * n];
     let positions: Vec<i32> = (0..n as i32).collect();
     silent("rope", || {
-        rope_table(&[0.1; 36], 1.0, &mut table);
+        support::rope_table(&[0.1; 36], 1.0, &mut table);
         rope(&mut out, &positions, &table, heads, true);
     });
     let half = c / 2;

@@ -42,5 +42,5 @@ pub use norm::{
     rms_norm_backward, rms_norm_backward_workspace, rms_norm_forward,
 };
 pub use optimizer::{AdamW, Rounding, adamw, sgd};
-pub use rope::{rope, rope_table};
+pub use rope::rope;
 pub use swiglu::{swiglu_backward, swiglu_backward_in_place, swiglu_forward};

@@ -5,27 +5,9 @@ use super::elem::Elem;
 use super::parallel::{Shared, for_each, rows_per_task};
 use super::simd::{fma, simd_fn};
 
-/// Fills `table` (positions, 2, D/2) with cos and then sin of
-/// position * inv_freq, for positions 0, 1, ...; the angle is taken in `f64`.
-///
-/// `inv_freq` (D/2) carries the model's scaling (none, linear, llama3), `factor`
-/// multiplies both (1 except for YaRN's attention factor).
-pub fn rope_table(inv_freq: &[f64], factor: f64, table: &mut [f32]) {
-    let half = inv_freq.len();
-    assert_eq!(table.len() % (2 * half).max(1), 0, "table");
-    for (position, row) in table.chunks_exact_mut((2 * half).max(1)).enumerate() {
-        let (cos, sin) = row.split_at_mut(half);
-        for ((cos, sin), f) in cos.iter_mut().zip(sin).zip(inv_freq) {
-            let (s, c) = (position as f64 * f).sin_cos();
-            *cos = (c * factor) as f32;
-            *sin = (s * factor) as f32;
-        }
-    }
-}
-
 /// Turns the query and key heads of qkv (rows, (H + 2 Hkv) D) in place by the
-/// angles of `positions` (rows), looked up in a [`rope_table`]. `inverse` turns
-/// back: the gradient of the forward rotation.
+/// angles of `positions` (rows), looked up in `table` (positions, 2, D/2): cos, then
+/// sin. `inverse` turns back: the gradient of the forward rotation.
 ///
 /// Panics if a position lies outside the table.
 pub fn rope<T: Elem>(

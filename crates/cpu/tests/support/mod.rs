@@ -90,3 +90,21 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
 pub fn tolerance<T: Elem>(exact: f64) -> f64 {
     if T::IS_F32 { exact } else { 6e-3 }
 }
+
+/// Fills `table` (positions, 2, D/2) with cos and then sin of
+/// position * inv_freq, for positions 0, 1, ...; the angle is taken in `f64`.
+///
+/// `inv_freq` (D/2) carries the model's scaling (none, linear, llama3), `factor`
+/// multiplies both (1 except for YaRN's attention factor).
+pub fn rope_table(inv_freq: &[f64], factor: f64, table: &mut [f32]) {
+    let half = inv_freq.len();
+    assert_eq!(table.len() % (2 * half).max(1), 0, "table");
+    for (position, row) in table.chunks_exact_mut((2 * half).max(1)).enumerate() {
+        let (cos, sin) = row.split_at_mut(half);
+        for ((cos, sin), f) in cos.iter_mut().zip(sin).zip(inv_freq) {
+            let (s, c) = (position as f64 * f).sin_cos();
+            *cos = (c * factor) as f32;
+            *sin = (s * factor) as f32;
+        }
+    }
+}
