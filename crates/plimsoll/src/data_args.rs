@@ -131,7 +131,7 @@ impl DataArgs {
         }
         .map_err(Stop::input)?;
         for file in &dataset.files {
-            eprintln!("{file}");
+            note!("{file}");
         }
         let options = TokenizeOptions {
             train_on: match self.train_on {
@@ -149,13 +149,13 @@ impl DataArgs {
         let tokenized = tokenize_all(&dataset, &model.tokenizer, &model.template, &options)
             .map_err(Stop::input)?;
         if tokenized.bad > 0 {
-            eprintln!("{} examples left out:", tokenized.bad);
+            note!("{} examples left out:", tokenized.bad);
             for message in &tokenized.first_bad {
-                eprintln!("  {message}");
+                note!("  {message}");
             }
         }
         if tokenized.tools_left_out > 0 {
-            eprintln!(
+            note!(
                 "{} conversations: their tools have no place in the chat template",
                 tokenized.tools_left_out
             );
@@ -181,7 +181,7 @@ impl DataArgs {
             seed: seed.unwrap_or(0),
         };
         let packed = pack(samples, &options).map_err(Stop::input)?;
-        eprintln!("{name}: {}", packed.stats);
+        note!("{name}: {}", packed.stats);
         PackedBatches::new(packed, batch, seed).map_err(Stop::input)
     }
 }

@@ -13,7 +13,7 @@ pub fn flag() -> &'static AtomicBool {
             if ASKED.swap(true, Ordering::SeqCst) {
                 std::process::exit(130);
             }
-            eprintln!("\nstopping; once more to stop at once");
+            note!("\nstopping; once more to stop at once");
         })
         .is_ok()
     });

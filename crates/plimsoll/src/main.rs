@@ -1,8 +1,10 @@
 //! The command line.
 
+#[macro_use]
+mod output;
+
 mod commands;
 mod data_args;
-mod devices;
 mod exit;
 mod hub;
 mod interrupt;
@@ -77,7 +79,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(stop) => {
-            eprintln!("error: {stop}");
+            note!("error: {stop}");
             ExitCode::from(stop.status())
         }
     }

@@ -70,7 +70,7 @@ fn open_path(path: &Path) -> Result<ModelSource, Stop> {
     let checkpoint = Checkpoint::open(path).map_err(Stop::input)?;
     let validation = checkpoint.validate().map_err(Stop::input)?;
     for tensor in &validation.unexpected {
-        eprintln!("warning: {}: no place for tensor `{tensor}`, ignored", path.display());
+        note!("warning: {}: no place for tensor `{tensor}`, ignored", path.display());
     }
     let arch = checkpoint.architecture().clone();
     let (tokenizer, template, tokenizer_from, tokenizer_folder);

@@ -1,6 +1,6 @@
 //! `plimsoll chat`: talk to a model.
 
-use std::io::{BufRead, Write};
+use std::io::BufRead;
 
 use clap::Args;
 use plimsoll_text::Message;
@@ -8,7 +8,7 @@ use plimsoll_text::Message;
 use crate::commands::generate::{Loaded, SamplingArgs};
 use crate::exit::{Outcome, Stop};
 use crate::model_source::open_model;
-use crate::units;
+use crate::{output, units};
 
 #[derive(Debug, Args)]
 pub struct ChatArgs {
@@ -28,8 +28,8 @@ const CONTEXT: usize = 4096;
 pub fn run(args: &ChatArgs) -> Outcome {
     let model = open_model(&args.model)?;
     let context = args.sampling.context.unwrap_or(CONTEXT.min(model.arch.max_position_embeddings));
-    let mut loaded = Loaded::new(&model, context, &args.sampling)?;
-    eprintln!(
+    let mut loaded = Loaded::new(&model, context, args.sampling.precision)?;
+    note!(
         "{}: {} in memory, context of {context} tokens; chat template: {}. An empty line or \
          Ctrl-D ends.",
         model.arch.name,
@@ -42,7 +42,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
     let mut generator = loaded.generator();
     let mut lines = std::io::stdin().lock().lines();
     loop {
-        eprint!("> ");
+        output::note(format_args!("> "));
         let line = match lines.next() {
             Some(Ok(line)) if !line.trim().is_empty() => line,
             Some(Err(error)) => return Err(Stop::Input(format!("standard input: {error}"))),
@@ -60,17 +60,16 @@ pub fn run(args: &ChatArgs) -> Outcome {
             &mut sampler,
             |id| {
                 let piece = decoder.push(id);
-                print!("{piece}");
                 answer.push_str(&piece);
-                std::io::stdout().flush().is_ok()
+                output::stream(&piece)
             },
         );
         let generation = generated.map_err(Stop::input)?;
         let rest = decoder.finish();
-        println!("{rest}");
+        outln!("{rest}");
         answer.push_str(&rest);
         messages.push(Message::assistant(answer));
-        eprintln!(
+        note!(
             "[{} tokens, {:.1} tokens/s]",
             generation.new_ids.len(),
             generation.tokens_per_second()

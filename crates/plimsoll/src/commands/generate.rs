@@ -1,19 +1,17 @@
 //! `plimsoll generate`: continue a prompt.
 
-use std::io::Write;
-
 use clap::Args;
+use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_infer::{Generator, InferPlan, Sampler, Sampling, StopReason};
 use plimsoll_model::{init_state, load_weights};
 use plimsoll_plan::Device;
-use plimsoll_program::{Recipe, Target};
+use plimsoll_program::Recipe;
 use serde_json::json;
 
-use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{ModelSource, open_model};
 use crate::recipe_args::Precision;
-use crate::{Format, units};
+use crate::{Format, output, units};
 
 /// How tokens are chosen, shared with `chat`.
 #[derive(Clone, Debug, Args)]
@@ -42,12 +40,9 @@ pub struct SamplingArgs {
     /// Positions of the KV cache [default: prompt and new tokens, or 4096 in a chat]
     #[arg(long)]
     pub context: Option<usize>,
-    /// Type of weights and KV cache [default: bf16 on a GPU, f32 on the CPU]
-    #[arg(long, value_enum)]
-    pub precision: Option<Precision>,
-    /// Where to run [default: cuda where a GPU is usable, else cpu]
-    #[arg(long, value_enum)]
-    pub device: Option<DeviceArg>,
+    /// Type of weights and KV cache.
+    #[arg(long, value_enum, default_value = "f32")]
+    pub precision: Precision,
 }
 
 impl SamplingArgs {
@@ -95,7 +90,7 @@ pub fn run(args: &GenerateArgs) -> Outcome {
     // A prompt needs one position more than its own, even if nothing is to follow.
     let wanted = prompt.len().saturating_add(args.sampling.max_new_tokens.max(1));
     let context = args.sampling.context.unwrap_or(wanted.min(model.arch.max_position_embeddings));
-    let mut loaded = Loaded::new(&model, context, &args.sampling)?;
+    let mut loaded = Loaded::new(&model, context, args.sampling.precision)?;
     let peak_bytes = loaded.plan.slab_bytes();
     let mut sampler = args.sampling.sampler()?;
     let stop_ids = if args.ignore_eos { Vec::new() } else { model.stop_ids() };
@@ -105,17 +100,12 @@ pub fn run(args: &GenerateArgs) -> Outcome {
     let mut generator = loaded.generator();
     let generation = generator
         .generate(&prompt, args.sampling.max_new_tokens, &stop_ids, &mut sampler, |id| {
-            if stream {
-                print!("{}", decoder.push(id));
-                // A closed pipe shows at the next print.
-                let _ = std::io::stdout().flush();
-            }
-            true
+            !stream || output::stream(&decoder.push(id))
         })
         .map_err(Stop::input)?;
     if stream {
-        println!("{}", decoder.finish());
-        eprintln!(
+        outln!("{}", decoder.finish());
+        note!(
             "{} tokens, {:.1} tokens/s, prompt of {} in {}, {} planned",
             generation.new_ids.len(),
             generation.tokens_per_second(),
@@ -140,7 +130,7 @@ pub fn run(args: &GenerateArgs) -> Outcome {
             StopReason::Callback => "callback",
         },
     });
-    println!("{result}");
+    outln!("{result}");
     Ok(())
 }
 
@@ -162,8 +152,8 @@ fn prompt_ids(args: &GenerateArgs, model: &ModelSource) -> Result<Vec<u32>, Stop
 /// A model in its slab, ready to generate.
 pub struct Loaded {
     pub plan: InferPlan,
-    device: Box<dyn Device>,
-    target: Box<dyn Target>,
+    device: CpuDevice,
+    target: CpuTarget,
 }
 
 impl Loaded {
@@ -171,7 +161,7 @@ impl Loaded {
     ///
     /// # Errors
     /// The model has no weights or does not fit.
-    pub fn new(model: &ModelSource, context: usize, args: &SamplingArgs) -> Result<Loaded, Stop> {
+    pub fn new(model: &ModelSource, context: usize, precision: Precision) -> Result<Loaded, Stop> {
         let checkpoint = model.weights()?;
         let most = model.arch.max_position_embeddings;
         if !(1..=most).contains(&context) {
@@ -180,12 +170,10 @@ impl Loaded {
                 model.arch.name
             )));
         }
-        let kind = DeviceArg::resolve(args.device);
-        let target = kind.target();
-        let precision = args.precision.unwrap_or(kind.default_precision());
+        let target = CpuTarget { threads: crate::threads() };
         let recipe = Recipe::infer(precision.dtype(), 1, context);
-        let plan = InferPlan::new(&model.arch, &recipe, &*target).map_err(Stop::input)?;
-        let limit = kind.memory_bytes()?;
+        let plan = InferPlan::new(&model.arch, &recipe, &target).map_err(Stop::input)?;
+        let limit = plimsoll_measure::machine_memory_limit().unwrap_or(u64::MAX);
         if plan.slab_bytes() > limit {
             return Err(Stop::DoesNotFit(format!(
                 "{} with a context of {context} needs {} of {}: lower --context or use \
@@ -195,14 +183,14 @@ impl Loaded {
                 units::bytes(limit)
             )));
         }
-        let mut device = kind.reserve(plan.slab_bytes())?;
+        let mut device = CpuDevice::new(plan.slab_bytes(), target.threads)?;
         let (program, layout) = &plan.prefill;
-        init_state(&mut *device, program, layout, &plan.arch)?;
-        load_weights(&mut *device, program, layout, &plan.arch, checkpoint)?;
+        init_state(&mut device as &mut dyn Device, program, layout, &plan.arch)?;
+        load_weights(&mut device, program, layout, &plan.arch, checkpoint)?;
         Ok(Loaded { plan, device, target })
     }
 
     pub fn generator(&mut self) -> Generator<'_> {
-        Generator::new(&self.plan, &mut *self.device, &*self.target)
+        Generator::new(&self.plan, &mut self.device, &self.target)
     }
 }

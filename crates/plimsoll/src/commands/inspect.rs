@@ -22,9 +22,9 @@ pub fn run(args: &InspectArgs) -> Outcome {
     match args.format {
         Format::Json => {
             let text = serde_json::to_string_pretty(&describe(&arch));
-            println!("{}", text.map_err(|e| Stop::Failed(e.to_string()))?);
+            outln!("{}", text.map_err(|e| Stop::Failed(e.to_string()))?);
         }
-        Format::Table => print!("{}", table(&arch)),
+        Format::Table => out!("{}", table(&arch)),
     }
     Ok(())
 }

@@ -53,14 +53,17 @@ pub fn run(args: &PlanArgs) -> Outcome {
     match args.format {
         Format::Json => {
             let json = serde_json::to_string_pretty(&planned.report);
-            println!("{}", json.map_err(|e| Stop::Failed(e.to_string()))?);
+            outln!("{}", json.map_err(|e| Stop::Failed(e.to_string()))?);
         }
         Format::Table => {
-            print!("{}", table(&planned.report));
+            out!("{}", table(&planned.report));
             let context = if recipe.method == Method::Infer { "context" } else { "seq" };
-            println!(
+            outln!(
                 "batch {}, {context} {}, {}, recompute {}",
-                recipe.batch, recipe.seq, recipe.precision, recipe.recompute
+                recipe.batch,
+                recipe.seq,
+                recipe.precision,
+                recipe.recompute
             );
         }
     }

@@ -27,10 +27,10 @@ pub fn run(args: &ReportArgs) -> Outcome {
     let options = Options { title: args.title.clone(), ..Options::default() };
     let report = render(&series, &options).map_err(Stop::input)?;
     for path in report.write(&args.out).map_err(Stop::input)? {
-        eprintln!("wrote {}", path.display());
+        note!("wrote {}", path.display());
     }
     for sentence in &report.conclusions {
-        println!("{sentence}");
+        outln!("{sentence}");
     }
     Ok(())
 }

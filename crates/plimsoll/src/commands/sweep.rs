@@ -10,10 +10,10 @@ use plimsoll_report::{Options, Report, Series, Timeline, render};
 use serde_json::{Map, Value, json};
 
 use crate::commands::point::PointArgs;
-use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::open_architecture;
 use crate::planning::Planner;
+use crate::recipe_args::Precision;
 use crate::{Format, interrupt};
 
 #[derive(Debug, Args)]
@@ -48,14 +48,14 @@ pub fn run(args: &SweepArgs) -> Outcome {
     }
     let mut sweep = Sweep::open(&args.out, &settings(args), axes).map_err(Stop::input)?;
     if let Some(torn) = sweep.repaired() {
-        eprintln!("{torn}");
+        note!("{torn}");
     }
     let stop = interrupt::flag();
     let table = format == Format::Table;
     if table {
-        println!("{}", header());
+        outln!("{}", header());
         for point in sweep.points() {
-            println!("{}", line(point));
+            outln!("{}", line(point));
         }
     }
     let program = std::env::current_exe()
@@ -78,20 +78,20 @@ pub fn run(args: &SweepArgs) -> Outcome {
         }
         sweep.record(outcome.into_point(point)).map_err(Stop::input)?;
         if let (true, Some(point)) = (table, sweep.points().last()) {
-            println!("{}", line(point));
+            outln!("{}", line(point));
         }
     }
     let report = write_report(args, sweep.points())?;
     match format {
         Format::Json => {
-            println!("{}", json!({ "points": sweep.points(), "conclusions": report.conclusions }));
+            outln!("{}", json!({ "points": sweep.points(), "conclusions": report.conclusions }));
         }
         Format::Table => {
-            println!();
+            outln!("");
             for sentence in &report.conclusions {
-                println!("{sentence}");
+                outln!("{sentence}");
             }
-            println!("{}", args.out.join("report.html").display());
+            outln!("{}", args.out.join("report.html").display());
         }
     }
     Ok(())
@@ -120,9 +120,8 @@ fn timeline(args: &SweepArgs, points: &[Point]) -> Option<Timeline> {
         }
     }
     let arch = open_architecture(&args.point.model).ok()?;
-    let kind = DeviceArg::resolve(args.point.device);
-    let recipe = recipe.recipe(&arch, kind.default_precision()).ok()?;
-    let planned = Planner::device(kind, None).ok()?.plan(&arch, &recipe).ok()?;
+    let recipe = recipe.recipe(&arch, Precision::F32).ok()?;
+    let planned = Planner::cpu(crate::threads(), None).plan(&arch, &recipe).ok()?;
     let title = format!("Live bytes over one step: batch {}, seq {}", recipe.batch, recipe.seq);
     Some(planned.timeline(title))
 }
@@ -132,7 +131,7 @@ fn settings(args: &SweepArgs) -> Value {
     let point = &args.point;
     let r = &point.recipe;
     json!({
-        "device": DeviceArg::resolve(point.device).name(),
+        "device": "cpu",
         "threads": crate::threads(),
         "model": point.model,
         "data": point.data.files,

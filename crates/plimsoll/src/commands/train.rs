@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
+use plimsoll_cpu::CpuDevice;
 use plimsoll_model::{init_state, init_weights, load_weights};
-use plimsoll_plan::Device;
 use plimsoll_train::{
     Batches, CheckpointError, Decay, EarlyStop, Ended, Event, RunError, RunOptions, Schedule,
     Session, StepMetrics, TrainPlan, TrainerState, Warmup, checkpoints, run as run_loop,
@@ -16,13 +16,12 @@ use serde_json::{Value, json};
 
 use crate::commands::plan::table;
 use crate::data_args::{DataArgs, Rows};
-use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::measuring::Growth;
 use crate::model_source::{ModelSource, open_model};
 use crate::planning::Planner;
-use crate::recipe_args::{MethodArg, RecipeArgs};
-use crate::{Format, interrupt, units};
+use crate::recipe_args::{MethodArg, Precision, RecipeArgs};
+use crate::{Format, interrupt, output, units};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ScheduleArg {
@@ -74,9 +73,6 @@ pub struct TrainArgs {
     /// Memory to stay in [default: the machine's]
     #[arg(long, value_parser = units::parse_bytes)]
     pub memory_limit: Option<u64>,
-    /// Where to run [default: cuda where a GPU is usable, else cpu]
-    #[arg(long, value_enum)]
-    pub device: Option<DeviceArg>,
     /// Folder of the model, its checkpoints and its metrics.
     #[arg(long)]
     pub out: PathBuf,
@@ -90,29 +86,30 @@ pub fn run(args: &TrainArgs) -> Outcome {
     check(args)?;
     let model = open_model(&args.model)?;
     let stop = interrupt::flag();
-    let kind = DeviceArg::resolve(args.device);
-    let mut recipe = args.recipe.recipe(&model.arch, kind.default_precision())?;
-    let planner = Planner::device(kind, args.memory_limit)?;
+    let mut recipe = args.recipe.recipe(&model.arch, Precision::F32)?;
+    let machine = plimsoll_measure::machine_memory_limit().map_err(Stop::input)?;
+    let planner = Planner::cpu(crate::threads(), Some(args.memory_limit.unwrap_or(machine)));
     if args.recipe.recompute_is_auto() {
         recipe = planner.with_least_recompute(&model.arch, &recipe)?;
-        eprintln!("recompute: {}", recipe.recompute);
+        note!("recompute: {}", recipe.recompute);
     }
     let planned = planner.plan(&model.arch, &recipe)?;
     planned.must_fit(&planner, &model.arch, &recipe)?;
 
-    eprintln!("tokenizer: {}", model.tokenizer_from);
-    eprintln!("chat template: {}", model.template.reason);
+    note!("tokenizer: {}", model.tokenizer_from);
+    note!("chat template: {}", model.template.reason);
     let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?;
-    let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
+    let target = plimsoll_cpu::CpuTarget { threads: crate::threads() };
+    let plan = TrainPlan::new(&model.arch, &recipe, &target).map_err(Stop::input)?;
     let options = options(args, &rows, recipe.accumulate as u64, &model)?;
     let old = prepare_folder(args)?;
-    eprint!("{}", table(&planned.report));
+    output::note(format_args!("{}", table(&planned.report)));
 
     let growth = Growth::start()?;
-    let mut device = kind.reserve(plan.slab_bytes())?;
+    let mut device = CpuDevice::new(plan.slab_bytes(), crate::threads())?;
     let fingerprint = fingerprint(args, &model, &rows, &options);
-    let state = fill(args, &model, &plan, &mut *device, old.as_ref(), &fingerprint)?;
-    let mut session = Session { plan: &plan, device: &mut *device };
+    let state = fill(args, &model, &plan, &mut device, old.as_ref(), &fingerprint)?;
+    let mut session = Session { plan: &plan, device: &mut device };
     let mut progress = Progress::new(options.total_steps, state.step, plan.slab_bytes());
     let summary = run_loop(
         &mut session,
@@ -130,10 +127,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
         RunError::Device(e) => e.into(),
         other => Stop::input(other),
     })?;
-    let measured = match device.taken_bytes()? {
-        Some(taken) => taken.total,
-        None => growth.most()?,
-    };
+    let measured = growth.most()?;
     match format {
         Format::Json => {
             let mut value =
@@ -143,10 +137,10 @@ pub fn run(args: &TrainArgs) -> Outcome {
                 fields.insert("measured_bytes".into(), measured.into());
                 fields.insert("out".into(), args.out.display().to_string().into());
             }
-            println!("{value}");
+            outln!("{value}");
         }
         Format::Table => {
-            println!(
+            outln!(
                 "{} steps in {}: loss {:.4}, {:.0} tokens/s; planned {}, measured {}",
                 summary.steps,
                 units::seconds(summary.seconds),
@@ -156,17 +150,17 @@ pub fn run(args: &TrainArgs) -> Outcome {
                 units::bytes(measured)
             );
             if let (Some(best), Some(step)) = (summary.best_validation_loss, summary.best_step) {
-                println!(
+                outln!(
                     "best validation loss {best:.4} at step {step}: {}",
                     args.out.join("best").display()
                 );
             }
             match summary.ended {
                 Ended::Interrupted => {
-                    println!("interrupted; the same command with --resume goes on")
+                    outln!("interrupted; the same command with --resume goes on")
                 }
-                Ended::EarlyStop => println!("stopped early: no better validation loss"),
-                Ended::Finished => println!("model: {}", args.out.display()),
+                Ended::EarlyStop => outln!("stopped early: no better validation loss"),
+                Ended::Finished => outln!("model: {}", args.out.display()),
             }
         }
     }
@@ -221,7 +215,7 @@ fn prepare_folder(args: &TrainArgs) -> Result<Option<PathBuf>, Stop> {
             path.file_name().unwrap_or_default().display()
         ))),
         (None, true) => {
-            eprintln!("no checkpoint in {} yet: starting from the beginning", out.display());
+            note!("no checkpoint in {} yet: starting from the beginning", out.display());
             Ok(None)
         }
         _ => Ok(newest),
@@ -264,7 +258,7 @@ fn fill(
     args: &TrainArgs,
     model: &ModelSource,
     plan: &TrainPlan,
-    device: &mut dyn Device,
+    device: &mut CpuDevice,
     checkpoint: Option<&PathBuf>,
     fingerprint: &Value,
 ) -> Result<TrainerState, Stop> {
@@ -272,7 +266,7 @@ fn fill(
     init_state(device, program, layout, &plan.arch)?;
     let early_stop = EarlyStop::new(args.patience, args.min_delta).map_err(Stop::input)?;
     if let Some(path) = checkpoint {
-        eprintln!("resuming from {}", path.display());
+        note!("resuming from {}", path.display());
         let mut session = Session { plan, device };
         let mut state = session.load_checkpoint(path, fingerprint).map_err(Stop::input)?;
         let history = state.early_stop.with_settings(args.patience, args.min_delta);
@@ -385,14 +379,14 @@ impl Progress {
         if due || m.step == self.total {
             self.last_line = Some(Instant::now());
             let left = (self.total - m.step) as f64 * m.seconds;
-            eprintln!("step {}/{}: {text}, {} left", m.step, self.total, units::seconds(left));
+            note!("step {}/{}: {text}, {} left", m.step, self.total, units::seconds(left));
         }
     }
 
     fn line(&self, text: String) {
         match &self.bar {
             Some(bar) => bar.println(text),
-            None => eprintln!("{text}"),
+            None => note!("{text}"),
         }
     }
 
