@@ -5,6 +5,7 @@ mod output;
 
 mod commands;
 mod data_args;
+mod devices;
 mod exit;
 mod hub;
 mod interrupt;

@@ -3,15 +3,16 @@
 
 use plimsoll_arch::Architecture;
 use plimsoll_cpu::CpuTarget;
+use plimsoll_cuda::{CudaTarget, device_info};
 use plimsoll_infer::InferPlan;
 use plimsoll_plan::{
-    DeviceProfile, GpuTarget, Layout, PlanReport, cpu_profile, gpu, gpu_names, live_bytes,
-    plan_report,
+    DeviceProfile, Layout, PlanReport, cpu_profile, gpu, gpu_names, live_bytes, plan_report,
 };
 use plimsoll_program::{Class, Method, Program, Recipe, Recompute, RecomputePlan, Target};
 use plimsoll_report::{Timeline, TimelineOp};
 use plimsoll_train::TrainPlan;
 
+use crate::devices::DeviceArg;
 use crate::exit::Stop;
 use crate::units;
 
@@ -34,7 +35,27 @@ impl Planner {
             Stop::Input(format!("GPU `{name}` is not in the catalogue; it knows {known}"))
         })?;
         let memory = Some(memory.unwrap_or(device.memory_bytes));
-        Ok(Planner { device, target: Box::new(GpuTarget), memory })
+        Ok(Planner { device, target: Box::new(CudaTarget), memory })
+    }
+
+    /// The device that a command runs on, with all its memory or less.
+    ///
+    /// # Errors
+    /// There is no such device.
+    pub fn device(device: DeviceArg, memory: Option<u64>) -> Result<Planner, Stop> {
+        let own = device.memory_bytes()?;
+        let memory = Some(memory.unwrap_or(own));
+        match device {
+            DeviceArg::Cpu => Ok(Planner::cpu(crate::threads(), memory)),
+            DeviceArg::Cuda => {
+                let name = device_info(0).map_err(Stop::input)?.name;
+                // A GPU that is not in the catalogue: its own memory, an H200's rates.
+                let known = gpu(&name).or_else(|| gpu("h200"));
+                let profile = known.ok_or_else(|| Stop::Failed("no GPU profile".into()))?;
+                let profile = DeviceProfile { name, memory_bytes: own, ..profile };
+                Ok(Planner { device: profile, target: device.target(), memory })
+            }
+        }
     }
 
     /// This machine's CPU.

@@ -28,7 +28,7 @@ const CONTEXT: usize = 4096;
 pub fn run(args: &ChatArgs) -> Outcome {
     let model = open_model(&args.model)?;
     let context = args.sampling.context.unwrap_or(CONTEXT.min(model.arch.max_position_embeddings));
-    let mut loaded = Loaded::new(&model, context, args.sampling.precision)?;
+    let mut loaded = Loaded::new(&model, context, &args.sampling)?;
     note!(
         "{}: {} in memory, context of {context} tokens; chat template: {}. An empty line or \
          Ctrl-D ends.",

@@ -1,13 +1,13 @@
 //! `plimsoll evaluate`: loss and perplexity of a model on data.
 
 use clap::Args;
-use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_model::{init_state, load_weights};
 use plimsoll_program::Recipe;
 use plimsoll_train::{Session, TrainPlan, evaluate};
 use serde_json::json;
 
 use crate::data_args::DataArgs;
+use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::open_model;
 use crate::recipe_args::Precision;
@@ -25,8 +25,12 @@ pub struct EvaluateArgs {
     /// Tokens in a sequence [default: 1024, or what the model was made for]
     #[arg(long)]
     pub seq: Option<usize>,
-    #[arg(long, value_enum, default_value = "f32")]
-    pub precision: Precision,
+    /// Type of weights and activations [default: bf16 on a GPU, f32 on the CPU]
+    #[arg(long, value_enum)]
+    pub precision: Option<Precision>,
+    /// Where to run [default: cuda where a GPU is usable, else cpu]
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceArg>,
 }
 
 pub fn run(args: &EvaluateArgs) -> Outcome {
@@ -34,10 +38,12 @@ pub fn run(args: &EvaluateArgs) -> Outcome {
     let model = open_model(&args.model)?;
     let checkpoint = model.weights()?;
     let seq = args.seq.unwrap_or(model.arch.max_position_embeddings.min(1024));
-    let recipe = Recipe::full(args.precision.dtype(), args.batch, seq);
-    let target = CpuTarget { threads: crate::threads() };
-    let plan = TrainPlan::for_evaluation(&model.arch, &recipe, &target).map_err(Stop::input)?;
-    let limit = plimsoll_measure::machine_memory_limit().unwrap_or(u64::MAX);
+    let kind = DeviceArg::resolve(args.device);
+    let precision = args.precision.unwrap_or(kind.default_precision());
+    let recipe = Recipe::full(precision.dtype(), args.batch, seq);
+    let target = kind.target();
+    let plan = TrainPlan::for_evaluation(&model.arch, &recipe, &*target).map_err(Stop::input)?;
+    let limit = kind.memory_bytes()?;
     if plan.slab_bytes() > limit {
         return Err(Stop::DoesNotFit(format!(
             "evaluating {} at batch {} and seq {seq} needs {} of {}: lower --batch or --seq, or \
@@ -49,11 +55,11 @@ pub fn run(args: &EvaluateArgs) -> Outcome {
         )));
     }
     let rows = args.data.rows(&model, args.batch, seq, 0)?.train;
-    let mut device = CpuDevice::new(plan.slab_bytes(), crate::threads())?;
+    let mut device = kind.reserve(plan.slab_bytes())?;
     let (program, layout) = (&plan.evaluate, &plan.evaluate_layout);
-    init_state(&mut device, program, layout, &model.arch)?;
-    load_weights(&mut device, program, layout, &model.arch, checkpoint)?;
-    let mut session = Session { plan: &plan, device: &mut device };
+    init_state(&mut *device, program, layout, &model.arch)?;
+    load_weights(&mut *device, program, layout, &model.arch, checkpoint)?;
+    let mut session = Session { plan: &plan, device: &mut *device };
     let (loss, tokens) = evaluate(&mut session, &rows)?;
     match format {
         Format::Json => outln!(

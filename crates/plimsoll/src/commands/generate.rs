@@ -1,13 +1,13 @@
 //! `plimsoll generate`: continue a prompt.
 
 use clap::Args;
-use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_infer::{Generator, InferPlan, Sampler, Sampling, StopReason};
 use plimsoll_model::{init_state, load_weights};
 use plimsoll_plan::Device;
-use plimsoll_program::Recipe;
+use plimsoll_program::{Recipe, Target};
 use serde_json::json;
 
+use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{ModelSource, open_model};
 use crate::recipe_args::Precision;
@@ -40,9 +40,12 @@ pub struct SamplingArgs {
     /// Positions of the KV cache [default: prompt and new tokens, or 4096 in a chat]
     #[arg(long)]
     pub context: Option<usize>,
-    /// Type of weights and KV cache.
-    #[arg(long, value_enum, default_value = "f32")]
-    pub precision: Precision,
+    /// Type of weights and KV cache [default: bf16 on a GPU, f32 on the CPU]
+    #[arg(long, value_enum)]
+    pub precision: Option<Precision>,
+    /// Where to run [default: cuda where a GPU is usable, else cpu]
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceArg>,
 }
 
 impl SamplingArgs {
@@ -90,7 +93,7 @@ pub fn run(args: &GenerateArgs) -> Outcome {
     // A prompt needs one position more than its own, even if nothing is to follow.
     let wanted = prompt.len().saturating_add(args.sampling.max_new_tokens.max(1));
     let context = args.sampling.context.unwrap_or(wanted.min(model.arch.max_position_embeddings));
-    let mut loaded = Loaded::new(&model, context, args.sampling.precision)?;
+    let mut loaded = Loaded::new(&model, context, &args.sampling)?;
     let peak_bytes = loaded.plan.slab_bytes();
     let mut sampler = args.sampling.sampler()?;
     let stop_ids = if args.ignore_eos { Vec::new() } else { model.stop_ids() };
@@ -152,8 +155,8 @@ fn prompt_ids(args: &GenerateArgs, model: &ModelSource) -> Result<Vec<u32>, Stop
 /// A model in its slab, ready to generate.
 pub struct Loaded {
     pub plan: InferPlan,
-    device: CpuDevice,
-    target: CpuTarget,
+    device: Box<dyn Device>,
+    target: Box<dyn Target>,
 }
 
 impl Loaded {
@@ -161,7 +164,7 @@ impl Loaded {
     ///
     /// # Errors
     /// The model has no weights or does not fit.
-    pub fn new(model: &ModelSource, context: usize, precision: Precision) -> Result<Loaded, Stop> {
+    pub fn new(model: &ModelSource, context: usize, args: &SamplingArgs) -> Result<Loaded, Stop> {
         let checkpoint = model.weights()?;
         let most = model.arch.max_position_embeddings;
         if !(1..=most).contains(&context) {
@@ -170,10 +173,12 @@ impl Loaded {
                 model.arch.name
             )));
         }
-        let target = CpuTarget { threads: crate::threads() };
+        let kind = DeviceArg::resolve(args.device);
+        let target = kind.target();
+        let precision = args.precision.unwrap_or(kind.default_precision());
         let recipe = Recipe::infer(precision.dtype(), 1, context);
-        let plan = InferPlan::new(&model.arch, &recipe, &target).map_err(Stop::input)?;
-        let limit = plimsoll_measure::machine_memory_limit().unwrap_or(u64::MAX);
+        let plan = InferPlan::new(&model.arch, &recipe, &*target).map_err(Stop::input)?;
+        let limit = kind.memory_bytes()?;
         if plan.slab_bytes() > limit {
             return Err(Stop::DoesNotFit(format!(
                 "{} with a context of {context} needs {} of {}: lower --context or use \
@@ -183,14 +188,14 @@ impl Loaded {
                 units::bytes(limit)
             )));
         }
-        let mut device = CpuDevice::new(plan.slab_bytes(), target.threads)?;
+        let mut device = kind.reserve(plan.slab_bytes())?;
         let (program, layout) = &plan.prefill;
-        init_state(&mut device as &mut dyn Device, program, layout, &plan.arch)?;
-        load_weights(&mut device, program, layout, &plan.arch, checkpoint)?;
+        init_state(&mut *device, program, layout, &plan.arch)?;
+        load_weights(&mut *device, program, layout, &plan.arch, checkpoint)?;
         Ok(Loaded { plan, device, target })
     }
 
     pub fn generator(&mut self) -> Generator<'_> {
-        Generator::new(&self.plan, &mut self.device, &self.target)
+        Generator::new(&self.plan, &mut *self.device, &*self.target)
     }
 }

@@ -5,18 +5,19 @@
 use std::time::Instant;
 
 use clap::Args;
-use plimsoll_cpu::CpuDevice;
 use plimsoll_measure::Resident;
 use plimsoll_model::{init_state, init_weights, load_weights};
-use plimsoll_plan::{cpu_profile, schedule};
+use plimsoll_plan::schedule;
 use plimsoll_train::{Batches, MicroBatch, PackedBatches, Session, TrainPlan};
 use serde_json::{Value, json};
 
 use crate::data_args::DataArgs;
+use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::measuring::Growth;
 use crate::model_source::open_model;
-use crate::recipe_args::{Precision, RecipeArgs};
+use crate::planning::Planner;
+use crate::recipe_args::RecipeArgs;
 use crate::units;
 
 #[derive(Clone, Debug, Args)]
@@ -39,43 +40,52 @@ pub struct PointArgs {
     pub memory_limit: Option<u64>,
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+    /// Where to run [default: cuda where a GPU is usable, else cpu]
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceArg>,
 }
 
 pub fn run(args: &PointArgs) -> Outcome {
     let model = open_model(&args.model)?;
-    let recipe = args.recipe.recipe(&model.arch, Precision::F32)?;
-    let threads = crate::threads();
-    let target = plimsoll_cpu::CpuTarget { threads };
-    let plan = TrainPlan::new(&model.arch, &recipe, &target).map_err(Stop::input)?;
+    let kind = DeviceArg::resolve(args.device);
+    let recipe = args.recipe.recipe(&model.arch, kind.default_precision())?;
+    let planner = Planner::device(kind, args.memory_limit)?;
+    let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
     let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?.train;
-    let planned = plan.slab_bytes();
-    let machine = plimsoll_measure::machine_memory_limit().map_err(Stop::input)?;
-    let profile = cpu_profile(threads, machine);
-    let planned_seconds = schedule(&plan.train, recipe.precision, &profile).step_seconds;
+    let planned = plan.slab_bytes() + planner.device.overhead_bytes;
+    let planned_seconds = schedule(&plan.train, recipe.precision, &planner.device).step_seconds;
 
-    let limit = args.memory_limit.unwrap_or(machine);
-    let resident = Resident::now().map_err(Stop::input)?;
-    if planned.saturating_add(resident.rss) > limit {
+    let limit = planner.memory.unwrap_or(u64::MAX);
+    // On the CPU the process itself lives in the same memory.
+    let process = match kind {
+        DeviceArg::Cpu => Resident::now().map_err(Stop::input)?.rss,
+        DeviceArg::Cuda => 0,
+    };
+    if planned.saturating_add(process) > limit {
         outln!("{}", json!({ "planned_bytes": planned, "planned_seconds": planned_seconds }));
         return Err(Stop::DoesNotFit(format!(
             "the plan needs {} and the process {}, of {}",
             units::bytes(planned),
-            units::bytes(resident.rss),
+            units::bytes(process),
             units::bytes(limit)
         )));
     }
 
     let growth = Growth::start()?;
-    let mut device = CpuDevice::new(planned, threads)?;
+    let mut device = kind.reserve(plan.slab_bytes())?;
     let (program, layout) = (&plan.train, &plan.train_layout);
-    init_state(&mut device, program, layout, &model.arch)?;
+    init_state(&mut *device, program, layout, &model.arch)?;
     match &model.checkpoint {
-        Some(checkpoint) => load_weights(&mut device, program, layout, &model.arch, checkpoint)?,
-        None => init_weights(&mut device, program, layout, &model.arch, args.seed)?,
+        Some(checkpoint) => load_weights(&mut *device, program, layout, &model.arch, checkpoint)?,
+        None => init_weights(&mut *device, program, layout, &model.arch, args.seed)?,
     }
-    let mut session = Session { plan: &plan, device: &mut device };
+    let mut session = Session { plan: &plan, device: &mut *device };
     let (loss, times) = measure(&mut session, &rows, args)?;
-    let measured = growth.most()?;
+    let taken = device.taken_bytes()?;
+    let measured = match taken {
+        Some(taken) => taken.total,
+        None => growth.most()?,
+    };
 
     let median = times[times.len() / 2];
     let tokens = (recipe.batch * recipe.seq * recipe.accumulate) as f64;
@@ -83,7 +93,8 @@ pub fn run(args: &PointArgs) -> Outcome {
         "planned_bytes": planned,
         "measured_bytes": measured,
         "peak_allocated_bytes": plan.train_layout.lower_bound,
-        "peak_reserved_bytes": planned,
+        "peak_reserved_bytes": plan.slab_bytes(),
+        "overhead_bytes": taken.map(|t| t.overhead),
         "iterations_per_second": 1.0 / median,
         "tokens_per_second": tokens / median,
         "seconds_per_iteration": median,

@@ -10,10 +10,10 @@ use plimsoll_report::{Options, Report, Series, Timeline, render};
 use serde_json::{Map, Value, json};
 
 use crate::commands::point::PointArgs;
+use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::open_architecture;
 use crate::planning::Planner;
-use crate::recipe_args::Precision;
 use crate::{Format, interrupt};
 
 #[derive(Debug, Args)]
@@ -120,8 +120,9 @@ fn timeline(args: &SweepArgs, points: &[Point]) -> Option<Timeline> {
         }
     }
     let arch = open_architecture(&args.point.model).ok()?;
-    let recipe = recipe.recipe(&arch, Precision::F32).ok()?;
-    let planned = Planner::cpu(crate::threads(), None).plan(&arch, &recipe).ok()?;
+    let kind = DeviceArg::resolve(args.point.device);
+    let recipe = recipe.recipe(&arch, kind.default_precision()).ok()?;
+    let planned = Planner::device(kind, None).ok()?.plan(&arch, &recipe).ok()?;
     let title = format!("Live bytes over one step: batch {}, seq {}", recipe.batch, recipe.seq);
     Some(planned.timeline(title))
 }
@@ -131,7 +132,7 @@ fn settings(args: &SweepArgs) -> Value {
     let point = &args.point;
     let r = &point.recipe;
     json!({
-        "device": "cpu",
+        "device": DeviceArg::resolve(point.device).name(),
         "threads": crate::threads(),
         "model": point.model,
         "data": point.data.files,

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use plimsoll_cpu::CpuDevice;
 use plimsoll_model::{init_state, init_weights, load_weights};
+use plimsoll_plan::Device;
 use plimsoll_train::{
     Batches, CheckpointError, Decay, EarlyStop, Ended, Event, RunError, RunOptions, Schedule,
     Session, StepMetrics, TrainPlan, TrainerState, Warmup, checkpoints, run as run_loop,
@@ -16,11 +16,12 @@ use serde_json::{Value, json};
 
 use crate::commands::plan::table;
 use crate::data_args::{DataArgs, Rows};
+use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::measuring::Growth;
 use crate::model_source::{ModelSource, open_model};
 use crate::planning::Planner;
-use crate::recipe_args::{MethodArg, Precision, RecipeArgs};
+use crate::recipe_args::{MethodArg, RecipeArgs};
 use crate::{Format, interrupt, output, units};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -73,6 +74,9 @@ pub struct TrainArgs {
     /// Memory to stay in [default: the machine's]
     #[arg(long, value_parser = units::parse_bytes)]
     pub memory_limit: Option<u64>,
+    /// Where to run [default: cuda where a GPU is usable, else cpu]
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceArg>,
     /// Folder of the model, its checkpoints and its metrics.
     #[arg(long)]
     pub out: PathBuf,
@@ -86,9 +90,9 @@ pub fn run(args: &TrainArgs) -> Outcome {
     check(args)?;
     let model = open_model(&args.model)?;
     let stop = interrupt::flag();
-    let mut recipe = args.recipe.recipe(&model.arch, Precision::F32)?;
-    let machine = plimsoll_measure::machine_memory_limit().map_err(Stop::input)?;
-    let planner = Planner::cpu(crate::threads(), Some(args.memory_limit.unwrap_or(machine)));
+    let kind = DeviceArg::resolve(args.device);
+    let mut recipe = args.recipe.recipe(&model.arch, kind.default_precision())?;
+    let planner = Planner::device(kind, args.memory_limit)?;
     if args.recipe.recompute_is_auto() {
         recipe = planner.with_least_recompute(&model.arch, &recipe)?;
         note!("recompute: {}", recipe.recompute);
@@ -99,17 +103,16 @@ pub fn run(args: &TrainArgs) -> Outcome {
     note!("tokenizer: {}", model.tokenizer_from);
     note!("chat template: {}", model.template.reason);
     let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?;
-    let target = plimsoll_cpu::CpuTarget { threads: crate::threads() };
-    let plan = TrainPlan::new(&model.arch, &recipe, &target).map_err(Stop::input)?;
+    let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
     let options = options(args, &rows, recipe.accumulate as u64, &model)?;
     let old = prepare_folder(args)?;
     output::note(format_args!("{}", table(&planned.report)));
 
     let growth = Growth::start()?;
-    let mut device = CpuDevice::new(plan.slab_bytes(), crate::threads())?;
+    let mut device = kind.reserve(plan.slab_bytes())?;
     let fingerprint = fingerprint(args, &model, &rows, &options);
-    let state = fill(args, &model, &plan, &mut device, old.as_ref(), &fingerprint)?;
-    let mut session = Session { plan: &plan, device: &mut device };
+    let state = fill(args, &model, &plan, &mut *device, old.as_ref(), &fingerprint)?;
+    let mut session = Session { plan: &plan, device: &mut *device };
     let mut progress = Progress::new(options.total_steps, state.step, plan.slab_bytes());
     let summary = run_loop(
         &mut session,
@@ -127,7 +130,10 @@ pub fn run(args: &TrainArgs) -> Outcome {
         RunError::Device(e) => e.into(),
         other => Stop::input(other),
     })?;
-    let measured = growth.most()?;
+    let measured = match device.taken_bytes()? {
+        Some(taken) => taken.total,
+        None => growth.most()?,
+    };
     match format {
         Format::Json => {
             let mut value =
@@ -258,7 +264,7 @@ fn fill(
     args: &TrainArgs,
     model: &ModelSource,
     plan: &TrainPlan,
-    device: &mut CpuDevice,
+    device: &mut dyn Device,
     checkpoint: Option<&PathBuf>,
     fingerprint: &Value,
 ) -> Result<TrainerState, Stop> {
