@@ -3,18 +3,25 @@
 
 #include "common.cuh"
 
-// out (n) = [out +] the column sums of partial (count, n). Blocks of (32, 8).
+// out (n) = [out +] the column sums of partial (count, n). Blocks of (32, 32): few
+// columns must still keep many loads in flight.
 template <class T> __device__ void sum_partials(const float* partial, T* out, int count, int n, int accumulate) {
-    __shared__ float parts[8][33];
+    __shared__ float parts[32][33];
     int column = blockIdx.x * 32 + threadIdx.x;
-    float sum = 0.0f;
+    float sums[4] = {};
     if (column < n) {
-        for (int r = threadIdx.y; r < count; r += 8) sum += partial[(long long)r * n + column];
+        int r = threadIdx.y;
+        for (; r + 96 < count; r += 128) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sums[k] += partial[(long long)(r + 32 * k) * n + column];
+        }
+        for (; r < count; r += 32) sums[0] += partial[(long long)r * n + column];
     }
-    parts[threadIdx.y][threadIdx.x] = sum;
+    parts[threadIdx.y][threadIdx.x] = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     __syncthreads();
     if (threadIdx.y == 0 && column < n) {
-        for (int r = 1; r < 8; ++r) sum += parts[r][threadIdx.x];
+        float sum = parts[0][threadIdx.x];
+        for (int r = 1; r < 32; ++r) sum += parts[r][threadIdx.x];
         out[column] = from_float<T>(accumulate ? to_float(out[column]) + sum : sum);
     }
 }
@@ -90,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(1024) grad_norm(const double* parti
 }
 
 #define REDUCE(NAME, T)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256)                                                         \
+    extern "C" __global__ void __launch_bounds__(1024)                                                        \
         sum_partials_##NAME(const float* partial, T* out, int count, int n, int accumulate) {                 \
         sum_partials<T>(partial, out, count, n, accumulate);                                                  \
     }                                                                                                         \

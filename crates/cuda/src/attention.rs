@@ -106,10 +106,8 @@ pub(crate) fn forward(l: &Launcher, op: &OpKind) -> Result<(), CudaError> {
         }
         Path::Hopper => {
             let map = tensor_map(qkv, shape, shape.heads + 2 * shape.kv_heads)?;
-            let tiles = shape.batch * shape.heads * shape.seq.div_ceil(128);
-            let shared = if shape.head_dim == 64 { 83_024 } else { 164_944 };
             let rest = [Arg::Ptr(doc_start), Arg::Ptr(out), Arg::Ptr(lse)];
-            hopper(l, "fwd", &[&map], &rest, shape, tiles, shared)
+            hopper(l, "fwd", &[&map], &rest, shape, query_tiles(l, shape, 90_192, 163_920))
         }
     }
 }
@@ -135,6 +133,23 @@ pub(crate) fn backward(l: &Launcher, op: &OpKind, workspace: u64) -> Result<(), 
             workspace,
         );
     }
+    if path == Path::Hopper {
+        let qkv_map = tensor_map(qkv, shape, shape.heads + 2 * shape.kv_heads)?;
+        let d_out_map = tensor_map(d_out, shape, shape.heads)?;
+        let maps = [&qkv_map, &d_out_map];
+        // Leaves the statistics in the workspace for the other half.
+        let rest = [out, d_out, lse, workspace, doc_start, d_qkv].map(Arg::Ptr);
+        hopper(l, "bwd_dq", &maps, &rest, shape, query_tiles(l, shape, 147_568, 196_688))?;
+        let rest = [workspace, doc_start, d_qkv].map(Arg::Ptr);
+        let tiles = shape.batch * shape.kv_heads * shape.seq.div_ceil(128);
+        let shared = if d == 64 { 100_432 } else { 198_736 };
+        // Too few tiles to fill the chip: two blocks share each.
+        let split = 2 * tiles < 3 * l.context.info.multiprocessors as usize;
+        let (kernel, blocks) =
+            if split { ("bwd_dkdv_split", 2 * tiles) } else { ("bwd_dkdv", tiles) };
+        let grid = Grid { blocks: (blocks as u64, 1, 1), threads: (384, 1), shared };
+        return hopper(l, kernel, &maps, &rest, shape, grid);
+    }
     let padded = shape.seq.next_multiple_of(128);
     let args = [
         Arg::Ptr(out),
@@ -148,17 +163,6 @@ pub(crate) fn backward(l: &Launcher, op: &OpKind, workspace: u64) -> Result<(), 
     let grid = Grid::line((shape.batch * padded * shape.heads).div_ceil(32), 256);
     let stats = format!("attention_bwd_stats_d{d}");
     l.kernels.launch(("attention", &stats), l.stream, grid, &args)?;
-    if path == Path::Hopper {
-        let qkv_map = tensor_map(qkv, shape, shape.heads + 2 * shape.kv_heads)?;
-        let d_out_map = tensor_map(d_out, shape, shape.heads)?;
-        let maps = [&qkv_map, &d_out_map];
-        let rest = [Arg::Ptr(workspace), Arg::Ptr(doc_start), Arg::Ptr(d_qkv)];
-        let rows = shape.batch * shape.seq.div_ceil(128);
-        let shared = if d == 64 { 101_456 } else { 199_760 };
-        hopper(l, "bwd_dkdv", &maps, &rest, shape, rows * shape.kv_heads, shared)?;
-        let shared = if d == 64 { 99_376 } else { 197_712 };
-        return hopper(l, "bwd_dq", &maps, &rest, shape, rows * shape.heads, shared);
-    }
     let mut args = vec![Arg::Ptr(qkv), Arg::Ptr(d_out), Arg::Ptr(workspace)];
     args.extend([Arg::Ptr(doc_start), Arg::Ptr(d_qkv)]);
     args.extend(sizes(shape));
@@ -249,6 +253,16 @@ fn tensor_grid((x, y): (usize, usize), shared: usize) -> Grid {
     Grid { blocks: (x as u64, y as u64, 1), threads: (128, 1), shared: shared as u32 }
 }
 
+/// Persistent blocks over tiles of queries, which the head size decides; `shared` is
+/// for head size 64 and for the others.
+fn query_tiles(l: &Launcher, shape: &AttentionShape, narrow: u32, wide: u32) -> Grid {
+    let (rows, threads, shared) =
+        if shape.head_dim == 64 { (192, 512, narrow) } else { (128, 384, wide) };
+    let tiles = shape.batch * shape.heads * shape.seq.div_ceil(rows);
+    let blocks = tiles.min(l.context.info.multiprocessors as usize);
+    Grid { blocks: (blocks as u64, 1, 1), threads: (threads, 1), shared }
+}
+
 /// Launches a kernel of attention_sm90.cu: tensor maps, pointers, sizes.
 fn hopper(
     l: &Launcher,
@@ -256,8 +270,7 @@ fn hopper(
     maps: &[&sys::CUtensorMap],
     rest: &[Arg],
     shape: &AttentionShape,
-    tiles: usize,
-    shared: u32,
+    grid: Grid,
 ) -> Result<(), CudaError> {
     let name = format!("attention_{kernel}_sm90_d{}", shape.head_dim);
     let args: Vec<Arg> = rest.iter().copied().chain(sizes(shape)).collect();
@@ -271,7 +284,6 @@ fn hopper(
             Arg::Float(x) => ptr::from_ref(x).cast_mut().cast(),
         }
     }));
-    let grid = Grid { blocks: (tiles as u64, 1, 1), threads: (384, 1), shared };
     l.kernels.launch_pointers(("attention_sm90", &name), l.stream, grid, &mut pointers)
 }
 

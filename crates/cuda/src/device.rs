@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::io;
 use std::ops::Range;
 
-use plimsoll_plan::{Device, DeviceError, Layout, Placement};
+use plimsoll_plan::{Device, DeviceError, Layout, Placement, Taken};
 use plimsoll_program::{Access, Op, Program};
 
 use crate::driver::{Context, DeviceInfo, Graph, Pinned, cuda};
@@ -340,6 +340,11 @@ impl Device for CudaDevice {
             piece.copy_from_slice(self.fetch(offset + (i * STAGING) as u64, piece.len())?);
         }
         read(all)
+    }
+
+    fn taken_bytes(&mut self) -> Result<Option<Taken>, DeviceError> {
+        let overhead = self.overhead_bytes()?;
+        Ok(Some(Taken { total: self.slab_bytes + overhead, overhead }))
     }
 
     /// Returns as soon as the work is queued; [`Device::download`] waits for it.

@@ -261,7 +261,7 @@ impl Launcher<'_> {
     ) -> Result<(), CudaError> {
         let n = self.program.tensor(out).elements();
         let args = [Arg::Ptr(partial), self.ptr(out), int(count), int(n), flag(accumulate)];
-        let grid = Grid { threads: (32, 8), ..Grid::line(n.div_ceil(32), 32) };
+        let grid = Grid { threads: (32, 32), ..Grid::line(n.div_ceil(32), 32) };
         let name = format!("sum_partials_{}", suffix(self.dtype(out)));
         self.launch("reduce", &name, grid, &args)
     }

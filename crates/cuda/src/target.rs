@@ -19,7 +19,7 @@ const NORM_PARTIALS: usize = 1 << 21;
 
 /// Blocks, and partial sums, of a norm's backward over (rows, cols).
 pub(crate) fn norm_blocks(rows: usize, cols: usize) -> usize {
-    let most = (NORM_PARTIALS / cols.max(1)).clamp(128, 2048);
+    let most = (NORM_PARTIALS / cols.max(1)).clamp(128, 1024);
     rows.div_ceil(NORM_ROWS).clamp(1, most)
 }
 
