@@ -197,7 +197,7 @@ impl SafetensorsWriter {
         };
         let path = &self.temporary[shard];
         // A few pages at a time: a tensor is never there a second time.
-        for values in values.chunks(256 << 10) {
+        for values in values.chunks(16 << 10) {
             let written = match self.dtype {
                 DType::F32 => {
                     let bits: Vec<u32> =
