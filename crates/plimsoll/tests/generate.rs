@@ -167,6 +167,24 @@ fn an_empty_prompt_is_the_begin_token_or_an_error() {
     assert_eq!(ids(&ran.json())[0], 256);
 }
 
+/// A hub id is looked for where `huggingface_hub` keeps what it fetched.
+#[test]
+fn models_are_found_in_the_cache_of_the_hub() {
+    let dir = tempfile::tempdir().unwrap();
+    let repo = dir.path().join("hub/models--someone--nano");
+    std::fs::create_dir_all(repo.join("refs")).unwrap();
+    std::fs::write(repo.join("refs/main"), "0123abc").unwrap();
+    write_model(&repo.join("snapshots/0123abc"), &nano_config(), &nano_weights(&nano_config()));
+    let line = "generate --model someone/nano --prompt-ids 1 --max-new-tokens 3 --format json";
+    for (variable, path) in
+        [("HF_HOME", dir.path().to_owned()), ("HF_HUB_CACHE", dir.path().join("hub"))]
+    {
+        let output = command(line).env(variable, path).output().unwrap();
+        assert_eq!(ids(&finished(line, output).ok().json()).len(), 4);
+    }
+    plimsoll(line).refused(&["someone/nano"]);
+}
+
 /// Runs `chat` with these lines on standard input.
 fn chat(model: &std::path::Path, options: &str, input: &[u8]) -> Ran {
     let line = format!("chat --model {} --max-new-tokens 6 {options}", model.display());

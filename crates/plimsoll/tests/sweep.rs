@@ -4,6 +4,7 @@
 mod common;
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use common::process::*;
 use common::*;
@@ -11,6 +12,14 @@ use serde_json::{Value, json};
 
 fn points(out: &Path) -> Vec<Value> {
     lines(&out.join("points.jsonl"))
+}
+
+/// A process that has this word in its command line.
+fn process_with(word: &str) -> Option<String> {
+    let processes = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .filter_map(|p| std::fs::read_to_string(p.path().join("cmdline")).ok())
+        .find(|line| line.contains(word))
 }
 
 /// A page that needs nothing else: no address but the name space of SVG.
@@ -72,6 +81,8 @@ fn points_have_the_promised_fields_and_the_page_is_whole() {
     self_contained(&page);
     plimsoll(&format!("report {} --out {}", dir.path().display(), page.display()))
         .refused(&["points.jsonl"]);
+    plimsoll(&format!("report {} --out /proc/no/page.html", out.display()))
+        .refused(&["/proc/no"]);
 }
 
 #[test]
@@ -134,6 +145,12 @@ fn an_interrupted_sweep_goes_on_where_it_was() {
         wait_for_lines(&mut child, &out.join("points.jsonl"), 2);
         signal(&child, sent);
         let ended = finished("sweep", end(child));
+        // Nothing of it goes on in the background.
+        let started = Instant::now();
+        while let Some(process) = process_with(&data.to_string_lossy()) {
+            assert!(started.elapsed() < Duration::from_secs(60), "{process} goes on");
+            std::thread::sleep(Duration::from_millis(20));
+        }
         if sent == SIGINT {
             ended.fails(1, &["interrupted", "continues"]);
         }

@@ -1,5 +1,6 @@
 //! `plimsoll train`: plan, refuse or run, in exactly the planned memory.
 
+use std::fs::{File, TryLockError};
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -105,7 +106,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?;
     let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
     let options = options(args, &rows, recipe.accumulate as u64, &model)?;
-    let old = prepare_folder(args)?;
+    let (old, _lock) = prepare_folder(args)?;
     output::note(format_args!("{}", table(&planned.report)));
 
     let growth = Growth::start()?;
@@ -203,12 +204,21 @@ fn check(args: &TrainArgs) -> Outcome {
     EarlyStop::new(args.patience, args.min_delta).map(|_| ()).map_err(Stop::input)
 }
 
-/// The folder exists and can be written; the newest checkpoint, if there is one
-/// to go on from.
-fn prepare_folder(args: &TrainArgs) -> Result<Option<PathBuf>, Stop> {
+/// The folder exists, can be written and is no other process's at this time; the
+/// newest checkpoint, if there is one to go on from, and the lock to hold.
+fn prepare_folder(args: &TrainArgs) -> Result<(Option<PathBuf>, File), Stop> {
     let out = &args.out;
     std::fs::create_dir_all(out)
         .map_err(|e| Stop::Input(format!("--out {}: cannot create it: {e}", out.display())))?;
+    let lock = File::open(out)
+        .map_err(|e| Stop::Input(format!("--out {}: cannot open it: {e}", out.display())))?;
+    // Some network file systems have no locks; the run goes on without.
+    if let Err(TryLockError::WouldBlock) = lock.try_lock() {
+        return Err(Stop::Input(format!(
+            "--out {}: another process is training into it",
+            out.display()
+        )));
+    }
     let probe = out.join(".writable");
     std::fs::write(&probe, b"")
         .and_then(|()| std::fs::remove_file(&probe))
@@ -222,9 +232,9 @@ fn prepare_folder(args: &TrainArgs) -> Result<Option<PathBuf>, Stop> {
         ))),
         (None, true) => {
             note!("no checkpoint in {} yet: starting from the beginning", out.display());
-            Ok(None)
+            Ok((None, lock))
         }
-        _ => Ok(newest),
+        _ => Ok((newest, lock)),
     }
 }
 
