@@ -6,7 +6,7 @@
 use half::bf16;
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_plan::{Device, DeviceError, Layout};
-use plimsoll_program::{Class, Program, WeightPart, weight_parts};
+use plimsoll_program::{Program, WeightPart, weight_parts};
 
 use crate::{Checkpoint, ModelError};
 
@@ -95,10 +95,27 @@ pub fn init_weights(
     Ok(())
 }
 
-fn fill<T>(out: &mut [T], value: impl Fn(usize) -> T) {
-    for (i, x) in out.iter_mut().enumerate() {
-        *x = value(i);
-    }
+/// Fills on all cores: eight billion normal values take a while.
+fn fill<T: Send>(out: &mut [T], value: impl Fn(usize) -> T + Sync) {
+    const PIECE: usize = 1 << 18;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let piece = out.len().div_ceil(threads).max(PIECE);
+    let alone = out.len() <= piece;
+    std::thread::scope(|scope| {
+        for (n, piece_out) in out.chunks_mut(piece).enumerate() {
+            let value = &value;
+            let mut work = move || {
+                for (i, x) in piece_out.iter_mut().enumerate() {
+                    *x = value(n * piece + i);
+                }
+            };
+            if alone {
+                work();
+            } else {
+                scope.spawn(work);
+            }
+        }
+    });
 }
 
 /// A standard normal value by its place (Box-Muller over a counter), so that
@@ -118,8 +135,8 @@ fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Fills everything that survives a step and is no weight: optimizer state and
-/// KV caches with zero, the rotary table with its angles.
+/// Fills what survives a step, is no weight, and does not start at zero: the
+/// rotary table. Optimizer state and KV caches are as the slab was reserved, zero.
 ///
 /// # Errors
 /// The device's own.
@@ -129,21 +146,12 @@ pub fn init_state(
     layout: &Layout,
     arch: &Architecture,
 ) -> Result<(), DeviceError> {
-    for (tensor, placement) in program.tensors.iter().zip(&layout.placements) {
-        let (Some(placement), true) = (placement, tensor.resident) else { continue };
-        if tensor.class == Class::Weight {
-            continue;
-        }
-        device.upload(placement.offset, placement.bytes as usize, &mut |bytes| {
-            if tensor.name == "rope" {
-                arch.fill_rope_table(bytemuck::cast_slice_mut(bytes));
-            } else {
-                bytes.fill(0);
-            }
-            Ok(())
-        })?;
-    }
-    Ok(())
+    let Some(id) = program.find("rope") else { return Ok(()) };
+    let bytes = program.tensor(id).bytes() as usize;
+    device.upload(layout.offset(id), bytes, &mut |bytes| {
+        arch.fill_rope_table(bytemuck::cast_slice_mut(bytes));
+        Ok(())
+    })
 }
 
 /// Hands every tensor of a checkpoint to `write`, in the order of

@@ -6,8 +6,8 @@ use crate::Layout;
 
 /// A device with its memory reserved.
 ///
-/// The slab is reserved once, at exactly the planned size, and nothing is
-/// allocated while a program runs.
+/// The slab is reserved once, at exactly the planned size, and is zero then;
+/// nothing is allocated while a program runs.
 pub trait Device {
     /// Bytes of the slab.
     fn slab_bytes(&self) -> u64;

@@ -147,13 +147,15 @@ fn sum_losses(b: &mut Builder, losses: TensorId) {
 }
 
 /// Rows of logits at a time: as many as fit in the memory that the last
-/// block's backward needs anyway (B T (I + C) elements), but enough to keep a
-/// matrix product efficient.
+/// block's backward needs anyway (B T (I + C) elements), but at least C, up to
+/// 1024. Every chunk reads and writes the head's gradient (V, C) once: with
+/// fewer rows than C that would be more traffic than the logits (rows, V) are.
 fn loss_rows(b: &Builder) -> usize {
     let rows = b.rows();
     let free = rows * (b.arch.intermediate_size + b.arch.hidden_size) / b.arch.vocab_size;
-    let best = (free + 1).next_power_of_two() / 2;
-    b.recipe.loss_rows.unwrap_or(best.max(256)).clamp(1, rows)
+    let free = (free + 1).next_power_of_two() / 2;
+    let least = b.arch.hidden_size.next_power_of_two().clamp(256, 1024);
+    b.recipe.loss_rows.unwrap_or(free.max(least)).clamp(1, rows)
 }
 
 /// (first row, number of rows) of each chunk.
