@@ -31,8 +31,6 @@ impl CpuDevice {
     /// The system refuses threads or memory.
     pub fn new(slab_bytes: u64, threads: usize) -> Result<CpuDevice, DeviceError> {
         let pool = Pool::new(threads).map_err(|cause| DeviceError::Source(Box::new(cause)))?;
-        // Wake every thread once, so that stacks are there before memory is measured.
-        pool.install(|| crate::pool::for_each(4 * threads, |_| std::thread::yield_now()));
         Ok(CpuDevice { slab: Slab::reserve(slab_bytes)?, pool })
     }
 

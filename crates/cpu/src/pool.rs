@@ -40,6 +40,8 @@ struct State {
     /// waits for `inside` second. So nobody waits for a thread that sleeps.
     open: AtomicBool,
     inside: AtomicUsize,
+    /// Helpers that have come up.
+    started: AtomicUsize,
     panicked: AtomicBool,
     stop: AtomicBool,
     sleeping: Mutex<usize>,
@@ -68,6 +70,7 @@ impl Pool {
             next: AtomicUsize::new(0),
             open: AtomicBool::new(false),
             inside: AtomicUsize::new(0),
+            started: AtomicUsize::new(0),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             sleeping: Mutex::new(0),
@@ -80,7 +83,11 @@ impl Pool {
                     .name(format!("plimsoll-{index}"))
                     .spawn(move || state.help(index))
             })
-            .collect::<std::io::Result<_>>()?;
+            .collect::<std::io::Result<Vec<_>>>()?;
+        // A thread that comes up takes memory: not in the middle of a step.
+        while state.started.load(Ordering::Acquire) < helpers.len() {
+            std::thread::yield_now();
+        }
         Ok(Pool { state, helpers, user: Mutex::new(()) })
     }
 
@@ -220,6 +227,7 @@ impl State {
 
     fn help(&self, index: usize) {
         INDEX.set(Some(index));
+        self.started.fetch_add(1, Ordering::Release);
         let mut seen = 0;
         loop {
             seen = self.wait_for_loop(seen);

@@ -70,9 +70,10 @@ const MATMUL_FRACTION: f64 = 793.0 / 989.4;
 const MEMORY_FRACTION: f64 = 4.28 / 4.8;
 /// Fraction of the link's rate that a pinned copy reached there (55 of 64 GB/s).
 const LINK_FRACTION: f64 = 55.4 / 64.0;
-/// What drivers were seen to take on an H200 under torch 2.11: device use less
-/// what its allocator had reserved.
-const OVERHEAD_BYTES: u64 = 804_061_184;
+/// What the driver took outside the slab on an H200 (driver 580.159, CUDA 13.0):
+/// context, modules, cuBLASLt and captured sections, 557 to 560 MB over nine
+/// recipes of 0.5 to 8 billion parameters.
+const OVERHEAD_BYTES: u64 = 558_000_000;
 
 /// Names that [`gpu`] knows.
 pub fn gpu_names() -> Vec<&'static str> {
