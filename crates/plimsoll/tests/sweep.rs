@@ -81,8 +81,7 @@ fn points_have_the_promised_fields_and_the_page_is_whole() {
     self_contained(&page);
     plimsoll(&format!("report {} --out {}", dir.path().display(), page.display()))
         .refused(&["points.jsonl"]);
-    plimsoll(&format!("report {} --out /proc/no/page.html", out.display()))
-        .refused(&["/proc/no"]);
+    plimsoll(&format!("report {} --out /proc/no/page.html", out.display())).refused(&["/proc/no"]);
 }
 
 #[test]
