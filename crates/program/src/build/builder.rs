@@ -76,20 +76,8 @@ pub(super) struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    pub fn new(arch: &'a Architecture, recipe: &'a Recipe, target: &'a dyn Target) -> Self {
-        Builder::with_seq(arch, recipe, recipe.seq, target)
-    }
-
-    pub fn for_inference(
-        arch: &'a Architecture,
-        recipe: &'a Recipe,
-        tokens: usize,
-        target: &'a dyn Target,
-    ) -> Self {
-        Builder::with_seq(arch, recipe, tokens, target)
-    }
-
-    fn with_seq(
+    /// A pen for a program whose activations have `seq` tokens in a sequence.
+    pub fn new(
         arch: &'a Architecture,
         recipe: &'a Recipe,
         seq: usize,

@@ -34,7 +34,7 @@ pub fn train(
     target: &dyn Target,
 ) -> Result<Program, RecipeError> {
     recipe.check(arch)?;
-    let mut b = Builder::new(arch, recipe, target);
+    let mut b = Builder::new(arch, recipe, recipe.seq, target);
     let model = b.model();
     b.begin_section(FIRST_MICRO_BATCH, 1);
     micro_batch(&mut b, &model, false);
@@ -78,13 +78,7 @@ pub fn evaluate(
     recipe: &Recipe,
     target: &dyn Target,
 ) -> Result<Program, RecipeError> {
-    recipe.check(arch)?;
-    let mut b = Builder::new(arch, recipe, target);
-    let model = b.model_frozen();
-    b.begin_section("evaluate", 1);
-    let x = forward(&mut b, &model);
-    head::loss(&mut b, &model, x);
-    Ok(b.finish())
+    forward_only(arch, recipe, target, "evaluate", head::loss)
 }
 
 /// All logits (B, T, V) of one batch, in the tensor `logits` (f32).
@@ -96,21 +90,27 @@ pub fn logits(
     recipe: &Recipe,
     target: &dyn Target,
 ) -> Result<Program, RecipeError> {
-    recipe.check(arch)?;
-    let mut b = Builder::new(arch, recipe, target);
-    let model = b.model_frozen();
-    b.begin_section("logits", 1);
-    let x = forward(&mut b, &model);
-    head::all_logits(&mut b, &model, x);
-    Ok(b.finish())
+    forward_only(arch, recipe, target, "logits", head::all_logits)
 }
 
-fn forward(b: &mut Builder, model: &Model) -> TensorId {
-    let mut x = head::embed(b, model); // (B, T, C)
+/// The forward pass of a frozen model, and what `head` makes of its end.
+fn forward_only(
+    arch: &Architecture,
+    recipe: &Recipe,
+    target: &dyn Target,
+    section: &'static str,
+    head: fn(&mut Builder, &Model, TensorId),
+) -> Result<Program, RecipeError> {
+    recipe.check(arch)?;
+    let mut b = Builder::new(arch, recipe, recipe.seq, target);
+    let model = b.model_frozen();
+    b.begin_section(section, 1);
+    let mut x = head::embed(&mut b, &model); // (B, T, C)
     for layer in &model.layers {
-        (x, _) = forward_block(b, layer, x);
+        (x, _) = forward_block(&mut b, layer, x);
     }
-    x
+    head(&mut b, &model, x);
+    Ok(b.finish())
 }
 
 /// `tokens` new tokens of every sequence against a KV cache of `recipe.seq`
@@ -132,7 +132,7 @@ pub fn infer(
     if tokens == 0 || tokens > recipe.seq {
         return Err(RecipeError::OutOfRange { option: "tokens", value: tokens, max: recipe.seq });
     }
-    let mut b = Builder::for_inference(arch, recipe, tokens, target);
+    let mut b = Builder::new(arch, recipe, tokens, target);
     let model = b.model_frozen();
     b.begin_section("infer", 1);
     let mut x = head::embed(&mut b, &model); // (B, tokens, C)
