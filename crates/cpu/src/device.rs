@@ -4,9 +4,11 @@
 //! ranges of the slab; the checks of `Program::verify` and `Layout::verify`
 //! are what makes handing them out as slices sound.
 
+use std::time::Instant;
+
 use half::bf16;
 use plimsoll_arch::DType;
-use plimsoll_plan::{Device, DeviceError, Layout};
+use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout};
 use plimsoll_program::{AttentionShape, Op, OpKind, Program, StepScalars, Target, TensorId, View};
 
 use crate::kernels::{self, Elem, Mat};
@@ -78,6 +80,24 @@ impl Device for CpuDevice {
             }
         });
         Ok(())
+    }
+
+    fn profile(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        section: usize,
+    ) -> Result<Vec<LaunchTime>, DeviceError> {
+        let memory = Memory { slab: &self.slab, program, layout };
+        let ops = program.sections[section].ops.clone();
+        Ok(self.pool.install(|| {
+            let time = |at: usize| {
+                let started = Instant::now();
+                memory.run(&program.ops[at]);
+                LaunchTime { ops: at..at + 1, seconds: started.elapsed().as_secs_f64() }
+            };
+            ops.map(time).collect()
+        }))
     }
 }
 

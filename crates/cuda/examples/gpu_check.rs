@@ -1,8 +1,8 @@
 //! Holds the CUDA device against the CPU: every op, whole training steps, prefill
-//! and decoding, exactness from run to run, memory, and a first look at speed.
+//! and decoding, exactness from run to run, and memory.
 //!
 //! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [train] [infer]
-//! [memory] [speed]`, on a machine with a GPU; without words, everything.
+//! [memory]`, on a machine with a GPU; without words, everything.
 
 mod support;
 
@@ -22,12 +22,11 @@ fn main() -> ExitCode {
     };
     println!("{info:?}");
     let wanted: Vec<String> = std::env::args().skip(1).collect();
-    let parts: [(&str, Part); 5] = [
+    let parts: [(&str, Part); 4] = [
         ("ops", support::ops::check),
         ("train", support::steps::train),
         ("infer", support::steps::infer),
         ("memory", support::steps::memory),
-        ("speed", support::speed::measure),
     ];
     let mut report = support::Report::default();
     for (name, part) in parts {

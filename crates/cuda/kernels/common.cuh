@@ -41,6 +41,21 @@ template <class T> __device__ __forceinline__ float exponential(float x) {
     else return expf(x);
 }
 
+// The elements of 16 bytes that were loaded as such: registers hold them at their
+// own width until they are needed.
+__device__ __forceinline__ void unpack(uint4 u, float (&v)[4]) {
+    v[0] = __uint_as_float(u.x), v[1] = __uint_as_float(u.y);
+    v[2] = __uint_as_float(u.z), v[3] = __uint_as_float(u.w);
+}
+__device__ __forceinline__ void unpack(uint4 u, float (&v)[8]) {
+    u32 w[4] = {u.x, u.y, u.z, u.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        v[2 * i] = __uint_as_float(w[i] << 16);
+        v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+    }
+}
+
 // N neighbouring elements as floats; N = 1, or enough for 16-byte accesses.
 template <int N> __device__ __forceinline__ void load(const float* p, float (&v)[N]) {
     if constexpr (N == 1) {
@@ -59,13 +74,7 @@ template <int N> __device__ __forceinline__ void load(const bf16* p, float (&v)[
         v[0] = to_float(*p);
     } else {
         static_assert(N == 8, "16 bytes");
-        uint4 u = *reinterpret_cast<const uint4*>(p);
-        u32 w[4] = {u.x, u.y, u.z, u.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            v[2 * i] = __uint_as_float(w[i] << 16);
-            v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
-        }
+        unpack(*reinterpret_cast<const uint4*>(p), v);
     }
 }
 

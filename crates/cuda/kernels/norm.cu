@@ -3,59 +3,87 @@
 
 #include "common.cuh"
 
-// One block a row; the second pass over the row comes out of the cache.
-template <class T, int N>
+// One block a row, a thread NV pieces of N columns in registers.
+template <class T, int N, int NV>
 __device__ void rms_norm(const T* x, const T* weight, T* out, float* rstd, int c, float eps) {
     long long row = blockIdx.x;
     x += row * c, out += row * c;
+    float v[NV][N];
     float sum = 0.0f;
-    for (int i = threadIdx.x * N; i < c; i += blockDim.x * N) {
-        float v[N];
-        load(x + i, v);
 #pragma unroll
-        for (int n = 0; n < N; ++n) sum = fmaf(v[n], v[n], sum);
+    for (int k = 0; k < NV; ++k) {
+        int i = (k * blockDim.x + threadIdx.x) * N;
+        if (i < c) load(x + i, v[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < NV; ++k) {
+        int i = (k * blockDim.x + threadIdx.x) * N;
+        if (i < c) {
+#pragma unroll
+            for (int n = 0; n < N; ++n) sum = fmaf(v[k][n], v[k][n], sum);
+        }
     }
     float r = 1.0f / sqrtf(block_sum(sum) / (float)c + eps);
     if (threadIdx.x == 0) rstd[row] = r;
-    for (int i = threadIdx.x * N; i < c; i += blockDim.x * N) {
-        float v[N], w[N];
-        load(x + i, v);
-        load(weight + i, w);
 #pragma unroll
-        for (int n = 0; n < N; ++n) v[n] = v[n] * r * w[n];
-        store(out + i, v);
+    for (int k = 0; k < NV; ++k) {
+        int i = (k * blockDim.x + threadIdx.x) * N;
+        if (i < c) {
+            float w[N];
+            load(weight + i, w);
+#pragma unroll
+            for (int n = 0; n < N; ++n) v[k][n] = v[k][n] * r * w[n];
+            store(out + i, v[k]);
+        }
     }
+}
+
+// Rows that are wider, or no whole pieces: the second pass over the row comes out
+// of the cache.
+template <class T> __device__ void rms_norm_wide(const T* x, const T* weight, T* out, float* rstd, int c, float eps) {
+    long long row = blockIdx.x;
+    x += row * c, out += row * c;
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < c; i += blockDim.x) sum = fmaf(to_float(x[i]), to_float(x[i]), sum);
+    float r = 1.0f / sqrtf(block_sum(sum) / (float)c + eps);
+    if (threadIdx.x == 0) rstd[row] = r;
+    for (int i = threadIdx.x; i < c; i += blockDim.x) out[i] = from_float<T>(to_float(x[i]) * r * to_float(weight[i]));
 }
 
 // d_x = rstd (w d_out - x rstd^2 mean(w d_out x)) [+ d_x]. A block takes every
 // gridDim.x-th row and keeps its share of d_weight = sum of d_out x rstd in
-// registers: partial (gridDim.x, C). Thread t owns NV pieces of N columns.
+// registers: partial (gridDim.x, C). Thread t owns NV pieces of N columns. All that
+// a row needs is asked for before the block meets.
 template <class T, int N, int NV>
 __device__ void rms_norm_backward(const T* d_out, const T* x, const T* weight, const float* rstd, T* d_x,
                                   int accumulate, float* partial, int rows, int c) {
-    float d_weight[NV][N];
-#pragma unroll
-    for (int k = 0; k < NV; ++k)
-#pragma unroll
-        for (int n = 0; n < N; ++n) d_weight[k][n] = 0.0f;
+    float d_weight[NV][N] = {};
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         float r = rstd[row];
-        float g[NV][N], v[NV][N];
+        uint4 raw_g[NV], raw_x[NV], raw_d[NV];
+#pragma unroll
+        for (int k = 0; k < NV; ++k) {
+            int i = (k * blockDim.x + threadIdx.x) * N;
+            if (i < c) {
+                raw_g[k] = *reinterpret_cast<const uint4*>(d_out + row * c + i);
+                raw_x[k] = *reinterpret_cast<const uint4*>(x + row * c + i);
+                if (accumulate) raw_d[k] = *reinterpret_cast<const uint4*>(d_x + row * c + i);
+            }
+        }
         float dot = 0.0f;
 #pragma unroll
         for (int k = 0; k < NV; ++k) {
             int i = (k * blockDim.x + threadIdx.x) * N;
             if (i < c) {
-                float w[N];
-                load(d_out + row * c + i, g[k]);
-                load(x + row * c + i, v[k]);
+                float w[N], g[N], v[N];
                 load(weight + i, w);
+                unpack(raw_g[k], g);
+                unpack(raw_x[k], v);
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
-                    float gx = g[k][n] * v[k][n];
+                    float gx = g[n] * v[n];
                     dot = fmaf(gx, w[n], dot);
                     d_weight[k][n] = fmaf(gx, r, d_weight[k][n]);
-                    g[k][n] *= w[n];
                 }
             }
         }
@@ -64,15 +92,14 @@ __device__ void rms_norm_backward(const T* d_out, const T* x, const T* weight, c
         for (int k = 0; k < NV; ++k) {
             int i = (k * blockDim.x + threadIdx.x) * N;
             if (i < c) {
-                float d[N];
-                T* to = d_x + row * c + i;
-                if (accumulate) load(to, d);
+                float w[N], g[N], v[N], d[N] = {};
+                load(weight + i, w);
+                unpack(raw_g[k], g);
+                unpack(raw_x[k], v);
+                if (accumulate) unpack(raw_d[k], d);
 #pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    float s = fmaf(-along, v[k][n], r * g[k][n]);
-                    d[n] = accumulate ? d[n] + s : s;
-                }
-                store(to, d);
+                for (int n = 0; n < N; ++n) d[n] += fmaf(-along, v[n], r * (g[n] * w[n]));
+                store(d_x + row * c + i, d);
             }
         }
     }
@@ -198,27 +225,37 @@ __device__ void head_norm_backward(T* d_qkv, const T* qkv_raw, const T* q_weight
     }
 }
 
-#define NORM(NAME, T, N)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(512)                                                                 \
-        rms_norm_##NAME##_v##N(const T* x, const T* weight, T* out, float* rstd, int c, float eps) {                  \
-        rms_norm<T, N>(x, weight, out, rstd, c, eps);                                                                 \
+#define NORM(NAME, T, N, NV)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(256)                                                                 \
+        rms_norm_##NAME##_p##NV(const T* x, const T* weight, T* out, float* rstd, int c, float eps) {                 \
+        rms_norm<T, N, NV>(x, weight, out, rstd, c, eps);                                                             \
     }
-FOR_TYPES_AND_WIDTHS(NORM)
+NORM(bf16, bf16, 8, 1)
+NORM(bf16, bf16, 8, 2)
+NORM(bf16, bf16, 8, 4)
+NORM(f32, float, 4, 1)
+NORM(f32, float, 4, 2)
+NORM(f32, float, 4, 4)
 
-#define NORM_BACKWARD(NAME, T, N, NV)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(512) rms_norm_backward_##NAME##_p##NV(                               \
+// Few enough registers that the blocks of src/target.rs make one wave.
+#define NORM_BACKWARD(NAME, T, N, NV, BLOCKS)                                                                         \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) rms_norm_backward_##NAME##_p##NV(                       \
         const T* d_out, const T* x, const T* weight, const float* rstd, T* d_x, int accumulate, float* partial,       \
         int rows, int c) {                                                                                            \
         rms_norm_backward<T, N, NV>(d_out, x, weight, rstd, d_x, accumulate, partial, rows, c);                       \
     }
-NORM_BACKWARD(bf16, bf16, 8, 1)
-NORM_BACKWARD(bf16, bf16, 8, 2)
-NORM_BACKWARD(bf16, bf16, 8, 4)
-NORM_BACKWARD(f32, float, 4, 1)
-NORM_BACKWARD(f32, float, 4, 2)
-NORM_BACKWARD(f32, float, 4, 4)
+NORM_BACKWARD(bf16, bf16, 8, 1, 4)
+NORM_BACKWARD(bf16, bf16, 8, 2, 4)
+NORM_BACKWARD(bf16, bf16, 8, 4, 2)
+NORM_BACKWARD(f32, float, 4, 1, 4)
+NORM_BACKWARD(f32, float, 4, 2, 4)
+NORM_BACKWARD(f32, float, 4, 4, 3)
 
 #define NORM_TYPES(NAME, T)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(256)                                                                 \
+        rms_norm_##NAME##_wide(const T* x, const T* weight, T* out, float* rstd, int c, float eps) {                  \
+        rms_norm_wide<T>(x, weight, out, rstd, c, eps);                                                               \
+    }                                                                                                                 \
     extern "C" __global__ void __launch_bounds__(512) rms_norm_backward_##NAME##_wide(                                \
         const T* d_out, const T* x, const T* weight, const float* rstd, T* d_x, int accumulate, float* partial,       \
         int rows, int c) {                                                                                            \

@@ -77,30 +77,77 @@ struct Hyper {
     u32 seed0, seed1;
 };
 
-template <class P, class S, int N>
-__device__ __forceinline__ void adamw_elements(P* param, const P* grad, S* m, S* v, long long i, const Hyper& o) {
-    float p[N], g[N], m1[N], v1[N];
+// One element: m, v and p become what they are after the step, not yet rounded.
+// Where p is stored in bf16 the fast root and quotient are exact enough: they are
+// off by about 1e-7.
+template <class P>
+__device__ __forceinline__ void adamw_element(float& p, float g, float& m, float& v, const Hyper& o) {
+    g *= o.grad_scale;
+    m = fmaf(o.beta1, m, (1.0f - o.beta1) * g);
+    v = fmaf(o.beta2, v, (1.0f - o.beta2) * g * g);
+    float move;
+    if constexpr (sizeof(P) == 2) {
+        float root;
+        asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(v));
+        move = __fdividef(m, fmaf(root, o.inverse_sqrt_bc2, o.eps));
+    } else {
+        move = m / fmaf(sqrtf(v), o.inverse_sqrt_bc2, o.eps);
+    }
+    p = fmaf(p, o.decay, -(o.step * move));
+}
+
+// Eight neighbours to memory, rounded with the bits of their piece: one hash of the
+// piece, spread by one more round over pairs of elements.
+__device__ __forceinline__ void store_rounded(float* to, const float (&x)[8], u32, u32) { store(to, x); }
+__device__ __forceinline__ void store_rounded(bf16* to, const float (&x)[8], u32 hash, u32 key) {
+    u32 packed[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        u32 random = (hash ^ (key + 0x9e3779b9u * n)) * 0x846ca68bu;
+        random ^= random >> 16;
+        u32 low = __float_as_uint(x[2 * n]) + (random & 0xffffu);
+        u32 high = __float_as_uint(x[2 * n + 1]) + (random >> 16);
+        packed[n] = __byte_perm(low, high, 0x7632);
+    }
+    *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+}
+
+// Eight neighbours from a multiple of eight on.
+template <class P, class S>
+__device__ __forceinline__ void adamw_piece(P* param, const P* grad, S* m, S* v, long long i, const Hyper& o) {
+    float p[8], g[8], m1[8], v1[8];
     load(param + i, p);
     load(grad + i, g);
     load(m + i, m1);
     load(v + i, v1);
-    u32 seed0 = o.seed0 ^ (u32)(i >> 32) * 0x9e3779b9u;
+    bool finite = true;
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-        float gn = g[n] * o.grad_scale;
-        float mn = fmaf(o.beta1, m1[n], (1.0f - o.beta1) * gn);
-        float vn = fmaf(o.beta2, v1[n], (1.0f - o.beta2) * gn * gn);
-        float denominator = fmaf(sqrtf(vn), o.inverse_sqrt_bc2, o.eps);
-        float pn = fmaf(p[n], o.decay, -(o.step * mn / denominator));
-        // One hash rounds two numbers.
-        u32 bits = random_bits(seed0, o.seed1, (u32)(i + n));
-        p[n] = round_randomly<P>(pn, bits);
-        m1[n] = round_randomly<S>(mn, bits >> 16);
-        v1[n] = round_randomly<S>(vn, random_bits(seed0 ^ 0x5bd1e995u, o.seed1, (u32)(i + n)));
+    for (int n = 0; n < 8; ++n) {
+        adamw_element<P>(p[n], g[n], m1[n], v1[n], o);
+        finite &= p[n] == p[n];
     }
-    store(param + i, p);
-    store(m + i, m1);
-    store(v + i, v1);
+    if (!finite) {
+        // Adding to the bits of a NaN could make a number of it.
+        store(param + i, p), store(m + i, m1), store(v + i, v1);
+        return;
+    }
+    u32 hash = random_bits(o.seed0 ^ (u32)(i >> 35) * 0x9e3779b9u, o.seed1, (u32)(i >> 3));
+    store_rounded(param + i, p, hash, 0x243f6a88u);
+    store_rounded(m + i, m1, hash, 0x85a308d3u);
+    store_rounded(v + i, v1, hash, 0x13198a2eu);
+}
+
+// The elements behind the last whole piece.
+template <class P, class S>
+__device__ void adamw_rest(P* param, const P* grad, S* m, S* v, long long i, long long end, const Hyper& o) {
+    for (; i < end; ++i) {
+        float p = to_float(param[i]), m1 = to_float(m[i]), v1 = to_float(v[i]);
+        adamw_element<P>(p, to_float(grad[i]), m1, v1, o);
+        u32 bits = random_bits(o.seed0, o.seed1, (u32)i);
+        param[i] = from_float<P>(round_randomly<P>(p, bits));
+        m[i] = from_float<S>(round_randomly<S>(m1, bits >> 16));
+        v[i] = from_float<S>(round_randomly<S>(v1, random_bits(o.seed0 ^ 0x5bd1e995u, o.seed1, (u32)i)));
+    }
 }
 
 // Elements in pieces of eight: wide accesses for every type.
@@ -120,11 +167,8 @@ template <class P, class S> __device__ void adamw(const UpdateTable& table) {
     S* m = static_cast<S*>(table.m[at.tensor]);
     S* v = static_cast<S*>(table.v[at.tensor]);
     for (long long i = at.begin + threadIdx.x * 8; i < at.end; i += 256 * 8) {
-        if (i + 8 <= at.end) {
-            adamw_elements<P, S, 8>(param, grad, m, v, i, o);
-        } else {
-            for (long long j = i; j < at.end; ++j) adamw_elements<P, S, 1>(param, grad, m, v, j, o);
-        }
+        if (i + 8 <= at.end) adamw_piece(param, grad, m, v, i, o);
+        else adamw_rest(param, grad, m, v, i, at.end, o);
     }
 }
 

@@ -3,9 +3,8 @@
 
 use std::cell::Cell;
 use std::io;
-use std::ops::Range;
 
-use plimsoll_plan::{Device, DeviceError, Layout, Placement, Taken};
+use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout, Placement, Taken};
 use plimsoll_program::{Access, Op, Program};
 
 use crate::driver::{Context, DeviceInfo, Graph, Pinned, cuda};
@@ -147,40 +146,6 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Runs a section once, op by op, and returns the milliseconds of each launch
-    /// with the ops that it covers. It has all effects of a run.
-    ///
-    /// # Errors
-    /// As for [`Device::run`].
-    pub fn profile(
-        &mut self,
-        program: &Program,
-        layout: &Layout,
-        section: usize,
-    ) -> Result<Vec<(Range<usize>, f32)>, DeviceError> {
-        self.context.bind()?;
-        self.check(layout)?;
-        let ops = program.sections[section].ops.clone();
-        let launcher = self.launcher(program, layout);
-        self.tune(&launcher, section)?;
-        let stream = self.context.stream;
-        let (mut at, mut marks) = (ops.start, vec![(ops.start, self.context.event()?)]);
-        marks[0].1.record(stream)?;
-        while at < ops.end {
-            let next = launcher.run(at, ops.end)?;
-            let event = self.context.event()?;
-            event.record(stream)?;
-            marks.push((next, event));
-            at = next;
-        }
-        self.context.synchronize()?;
-        let times = marks.windows(2).map(|pair| {
-            let [(from, start), (to, end)] = pair else { unreachable!("windows of two") };
-            Ok((*from..*to, start.until(end)?))
-        });
-        Ok(times.collect::<Result<_, CudaError>>()?)
-    }
-
     fn launcher<'a>(&'a self, program: &'a Program, layout: &'a Layout) -> Launcher<'a> {
         Launcher {
             context: &self.context,
@@ -221,6 +186,7 @@ impl CudaDevice {
                 && !self.products.is_tuned(&product)
                 && !adds_to_resident(launcher.program, op)
             {
+                launcher.fill_operands(op)?;
                 self.products.tune(&product, &operands, &self.context)?;
             }
         }
@@ -369,6 +335,36 @@ impl Device for CudaDevice {
             None => self.first_run(program, layout, section)?,
         }
         Ok(())
+    }
+
+    fn profile(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        section: usize,
+    ) -> Result<Vec<LaunchTime>, DeviceError> {
+        self.context.bind()?;
+        self.check(layout)?;
+        let ops = program.sections[section].ops.clone();
+        let launcher = self.launcher(program, layout);
+        self.tune(&launcher, section)?;
+        let stream = self.context.stream;
+        let (mut at, mut marks) = (ops.start, vec![(ops.start, self.context.event()?)]);
+        marks[0].1.record(stream)?;
+        while at < ops.end {
+            let next = launcher.run(at, ops.end)?;
+            let event = self.context.event()?;
+            event.record(stream)?;
+            marks.push((next, event));
+            at = next;
+        }
+        self.context.synchronize()?;
+        let times = marks.windows(2).map(|pair| {
+            let [(from, start), (to, end)] = pair else { unreachable!("windows of two") };
+            let seconds = f64::from(start.until(end)?) * 1e-3;
+            Ok(LaunchTime { ops: *from..*to, seconds })
+        });
+        Ok(times.collect::<Result<_, CudaError>>()?)
     }
 }
 

@@ -3,7 +3,7 @@
 use cudarc::driver::sys;
 use plimsoll_arch::DType;
 use plimsoll_plan::Layout;
-use plimsoll_program::{Op, OpKind, Program, TensorId, View};
+use plimsoll_program::{Access, Op, OpKind, Program, TensorId, View};
 
 use crate::driver::{Context, cuda};
 use crate::error::CudaError;
@@ -32,6 +32,18 @@ fn int(n: usize) -> Arg {
 
 fn flag(on: bool) -> Arg {
     Arg::Int(i32::from(on))
+}
+
+/// Suffix and threads of a norm over rows of `c`: as many 16-byte pieces a thread
+/// as 256 threads need, or the kernel for any row.
+fn norm_variant(c: usize, dtype: DType) -> (String, u32) {
+    let n = width(dtype);
+    let pieces = c.div_ceil(256 * n).next_power_of_two();
+    if !c.is_multiple_of(n) || pieces > 4 {
+        return (format!("{}_wide", suffix(dtype)), 256);
+    }
+    let threads = c.div_ceil(n * pieces).next_multiple_of(32);
+    (format!("{}_p{pieces}", suffix(dtype)), threads as u32)
 }
 
 impl Launcher<'_> {
@@ -108,10 +120,9 @@ impl Launcher<'_> {
                 self.embed_backward(*ids, *d_x, *d_table, *accumulate, workspace)
             }
             OpKind::RmsNorm { x, weight, out, rstd, eps } => {
-                let (c, dtype) = (self.cols(*x), self.dtype(*x));
-                let (name, n) = self.vectors(dtype, &[c]);
-                let threads = c.div_ceil(n).next_multiple_of(32).clamp(32, 512);
-                let grid = Grid::line(self.rows(*x), threads as u32);
+                let c = self.cols(*x);
+                let (variant, threads) = norm_variant(c, self.dtype(*x));
+                let grid = Grid::line(self.rows(*x), threads);
                 let args = [
                     self.ptr(*x),
                     self.ptr(*weight),
@@ -120,7 +131,7 @@ impl Launcher<'_> {
                     int(c),
                     Arg::Float(*eps),
                 ];
-                self.launch("norm", &format!("rms_norm_{name}"), grid, &args)
+                self.launch("norm", &format!("rms_norm_{variant}"), grid, &args)
             }
             OpKind::RmsNormBackward { .. } => self.rms_norm_backward(&op.kind, workspace),
             OpKind::HeadNorm { qkv_raw, q_weight, k_weight, qkv, rstd, shape, eps } => {
@@ -339,16 +350,9 @@ impl Launcher<'_> {
             int(rows),
             int(c),
         ];
-        let n = width(dtype);
-        let threads = c.div_ceil(n).next_multiple_of(32).clamp(32, 512);
-        let pieces = c.div_ceil(threads * n).next_power_of_two();
-        let variant = if c.is_multiple_of(n) && pieces <= 4 {
-            format!("p{pieces}")
-        } else {
-            "wide".to_owned()
-        };
-        let name = format!("rms_norm_backward_{}_{variant}", suffix(dtype));
-        self.launch("norm", &name, Grid::line(blocks, threads as u32), &args)?;
+        let (variant, threads) = norm_variant(c, dtype);
+        let name = format!("rms_norm_backward_{variant}");
+        self.launch("norm", &name, Grid::line(blocks, threads), &args)?;
         self.sum_partials(workspace, *d_weight, blocks, *accumulate)
     }
 
@@ -359,6 +363,20 @@ impl Launcher<'_> {
         let args = [self.ptr(gate_up), self.ptr(act), int(columns), int(tiles)];
         let grid = Grid::line(rows * tiles, 256);
         self.launch("swiglu", &format!("{kernel}_{name}"), grid, &args)
+    }
+
+    /// Random numbers in what a product reads and this program will write.
+    pub fn fill_operands(&self, op: &Op) -> Result<(), CudaError> {
+        let mut filled = Ok(());
+        op.kind.for_each_operand(|t, access| {
+            let tensor = self.program.tensor(t);
+            if filled.is_ok() && access == Access::Read && !tensor.resident {
+                let args = [self.ptr(t), Arg::Long(tensor.elements() as i64)];
+                let name = format!("fill_random_{}", suffix(tensor.dtype));
+                filled = self.launch("fill", &name, Grid::line(1024, 256), &args);
+            }
+        });
+        filled
     }
 
     /// The matrix product of an op, as cuBLASLt sees it: column-major, so that every

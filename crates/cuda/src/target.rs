@@ -15,11 +15,11 @@ pub(crate) const PRODUCT_WORKSPACE: u64 = 32 << 20;
 /// Rows that a block of a norm's backward takes at least, and about how many
 /// floats all partial sums are together: narrow rows need many blocks to fill a chip.
 const NORM_ROWS: usize = 4;
-const NORM_PARTIALS: usize = 1 << 21;
+const NORM_PARTIALS: usize = 3 << 19;
 
 /// Blocks, and partial sums, of a norm's backward over (rows, cols).
 pub(crate) fn norm_blocks(rows: usize, cols: usize) -> usize {
-    let most = (NORM_PARTIALS / cols.max(1)).clamp(128, 1024);
+    let most = (NORM_PARTIALS / cols.max(1)).clamp(128, 512);
     rows.div_ceil(NORM_ROWS).clamp(1, most)
 }
 

@@ -1,5 +1,7 @@
 //! What a device must be able to do: hold one slab and run programs in it.
 
+use std::ops::Range;
+
 use plimsoll_program::Program;
 
 use crate::Layout;
@@ -55,6 +57,25 @@ pub trait Device {
         layout: &Layout,
         section: usize,
     ) -> Result<(), DeviceError>;
+
+    /// Runs one section once, as [`Device::run`] does, and measures each launch.
+    ///
+    /// # Errors
+    /// The device's own.
+    fn profile(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        section: usize,
+    ) -> Result<Vec<LaunchTime>, DeviceError>;
+}
+
+/// The measured time of one launch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LaunchTime {
+    /// The ops that it covers: one, or neighbours that share a launch.
+    pub ops: Range<usize>,
+    pub seconds: f64,
 }
 
 /// Memory of a device as its driver counts it.

@@ -9,7 +9,7 @@ mod lifetime;
 mod schedule;
 
 pub use catalogue::{DeviceProfile, cpu_profile, gpu, gpu_names};
-pub use device::{Device, DeviceError, Taken};
+pub use device::{Device, DeviceError, LaunchTime, Taken};
 pub use layout::{ALIGNMENT, Layout, LayoutError, Placement, lay_out, lay_out_together};
 pub use ledger::{Live, PlanReport, live_bytes, plan_report};
 pub use lifetime::{Lifetime, lifetimes};

@@ -43,6 +43,8 @@ enum Command {
     Chat(Box<commands::chat::ChatArgs>),
     /// Run a recipe at many points and set measured beside planned.
     Sweep(Box<commands::sweep::SweepArgs>),
+    /// How fast a recipe trains here, and where the time goes.
+    Bench(Box<commands::bench::BenchArgs>),
     /// Charts, fits and conclusions from the points of sweeps.
     Report(commands::report::ReportArgs),
     /// One point of a sweep, in a process of its own.
@@ -74,6 +76,7 @@ fn main() -> ExitCode {
         Command::Generate(args) => commands::generate::run(args),
         Command::Chat(args) => commands::chat::run(args),
         Command::Sweep(args) => commands::sweep::run(args),
+        Command::Bench(args) => commands::bench::run(args),
         Command::Report(args) => commands::report::run(args),
         Command::Point(args) => commands::point::run(args),
     };

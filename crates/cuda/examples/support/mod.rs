@@ -1,7 +1,6 @@
 //! Two devices side by side, and how far apart their tensors are.
 
 pub mod ops;
-pub mod speed;
 pub mod steps;
 
 use std::process::ExitCode;

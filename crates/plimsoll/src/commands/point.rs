@@ -5,17 +5,18 @@
 use std::time::Instant;
 
 use clap::Args;
+use plimsoll_data::Batch;
 use plimsoll_measure::Resident;
 use plimsoll_model::{init_state, init_weights, load_weights};
-use plimsoll_plan::schedule;
-use plimsoll_train::{Batches, MicroBatch, PackedBatches, Session, TrainPlan};
+use plimsoll_plan::{Device, schedule};
+use plimsoll_train::{Batches, MicroBatch, Session, TrainPlan};
 use serde_json::{Value, json};
 
 use crate::data_args::DataArgs;
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::measuring::Growth;
-use crate::model_source::open_model;
+use crate::model_source::{ModelSource, open_model};
 use crate::planning::Planner;
 use crate::recipe_args::RecipeArgs;
 use crate::units;
@@ -38,6 +39,10 @@ pub struct PointArgs {
     /// Memory that a point may take [default: the machine's]
     #[arg(long, value_parser = units::parse_bytes)]
     pub memory_limit: Option<u64>,
+    /// Rows of random tokens, one document each, instead of data: no other rows of
+    /// this length give attention more to do.
+    #[arg(long, conflicts_with = "files")]
+    pub full_rows: bool,
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Where to run [default: cuda where a GPU is usable, else cpu]
@@ -46,70 +51,206 @@ pub struct PointArgs {
 }
 
 pub fn run(args: &PointArgs) -> Outcome {
-    let model = open_model(&args.model)?;
-    let kind = DeviceArg::resolve(args.device);
-    let recipe = args.recipe.recipe(&model.arch, kind.default_precision())?;
-    let planner = Planner::device(kind, args.memory_limit)?;
-    let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
-    let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?.train;
-    let planned = plan.slab_bytes() + planner.device.overhead_bytes;
-    let planned_seconds = schedule(&plan.train, recipe.precision, &planner.device).step_seconds;
-
-    let limit = planner.memory.unwrap_or(u64::MAX);
-    // On the CPU the process itself lives in the same memory.
-    let process = match kind {
-        DeviceArg::Cpu => Resident::now().map_err(Stop::input)?.rss,
-        DeviceArg::Cuda => 0,
-    };
-    if planned.saturating_add(process) > limit {
-        outln!("{}", json!({ "planned_bytes": planned, "planned_seconds": planned_seconds }));
-        return Err(Stop::DoesNotFit(format!(
-            "the plan needs {} and the process {}, of {}",
-            units::bytes(planned),
-            units::bytes(process),
-            units::bytes(limit)
-        )));
+    let point = PlannedPoint::new(args)?;
+    if let Err(stop) = point.must_fit() {
+        outln!("{}", json!({ "planned_bytes": point.bytes(), "planned_seconds": point.seconds }));
+        return Err(stop);
     }
-
-    let growth = Growth::start()?;
-    let mut device = kind.reserve(plan.slab_bytes())?;
-    let (program, layout) = (&plan.train, &plan.train_layout);
-    init_state(&mut *device, program, layout, &model.arch)?;
-    match &model.checkpoint {
-        Some(checkpoint) => load_weights(&mut *device, program, layout, &model.arch, checkpoint)?,
-        None => init_weights(&mut *device, program, layout, &model.arch, args.seed)?,
-    }
-    let mut session = Session { plan: &plan, device: &mut *device };
-    let (loss, times) = measure(&mut session, &rows, args)?;
-    let taken = device.taken_bytes()?;
-    let measured = match taken {
-        Some(taken) => taken.total,
-        None => growth.most()?,
-    };
-
-    let median = times[times.len() / 2];
-    let tokens = (recipe.batch * recipe.seq * recipe.accumulate) as f64;
-    let result: Value = json!({
-        "planned_bytes": planned,
-        "measured_bytes": measured,
-        "peak_allocated_bytes": plan.train_layout.lower_bound,
-        "peak_reserved_bytes": plan.slab_bytes(),
-        "overhead_bytes": taken.map(|t| t.overhead),
-        "iterations_per_second": 1.0 / median,
-        "tokens_per_second": tokens / median,
-        "seconds_per_iteration": median,
-        "planned_seconds": planned_seconds,
-        "memory_limit_bytes": limit,
-        "loss": loss,
-    });
-    outln!("{result}");
+    outln!("{}", point.reserve(args)?.measure(args)?.json());
     Ok(())
 }
 
+/// A recipe with its plan, before anything is reserved.
+pub struct PlannedPoint {
+    pub model: ModelSource,
+    pub plan: TrainPlan,
+    pub planner: Planner,
+    pub kind: DeviceArg,
+    /// Planned, of a step.
+    pub seconds: f64,
+    rows: Box<dyn Batches>,
+}
+
+/// A planned recipe on a device that holds its weights.
+pub struct Ready {
+    pub point: PlannedPoint,
+    pub device: Box<dyn Device>,
+    growth: Growth,
+}
+
+/// What a run of [`Ready`] showed.
+pub struct Measured {
+    pub planned_bytes: u64,
+    pub measured_bytes: u64,
+    /// Outside the slab, where a driver counts it.
+    pub overhead_bytes: Option<u64>,
+    pub lower_bound_bytes: u64,
+    pub slab_bytes: u64,
+    pub memory_limit_bytes: u64,
+    pub planned_seconds: f64,
+    /// Of every timed step, sorted.
+    pub seconds: Vec<f64>,
+    pub tokens: f64,
+    pub loss: f32,
+}
+
+impl Measured {
+    pub fn median(&self) -> f64 {
+        self.seconds[self.seconds.len() / 2]
+    }
+
+    pub fn json(&self) -> Value {
+        let median = self.median();
+        json!({
+            "planned_bytes": self.planned_bytes,
+            "measured_bytes": self.measured_bytes,
+            "peak_allocated_bytes": self.lower_bound_bytes,
+            "peak_reserved_bytes": self.slab_bytes,
+            "overhead_bytes": self.overhead_bytes,
+            "iterations_per_second": 1.0 / median,
+            "tokens_per_second": self.tokens / median,
+            "seconds_per_iteration": median,
+            "planned_seconds": self.planned_seconds,
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "loss": self.loss,
+        })
+    }
+}
+
+impl PlannedPoint {
+    /// # Errors
+    /// The model, the data or the recipe is not usable.
+    pub fn new(args: &PointArgs) -> Result<PlannedPoint, Stop> {
+        let model = open_model(&args.model)?;
+        let kind = DeviceArg::resolve(args.device);
+        let recipe = args.recipe.recipe(&model.arch, kind.default_precision())?;
+        let planner = Planner::device(kind, args.memory_limit)?;
+        let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
+        let (batch, seq) = (recipe.batch, recipe.seq);
+        let rows: Box<dyn Batches> = if args.full_rows {
+            Box::new(FullRows { batch, seq, vocab: model.arch.vocab_size, seed: args.seed })
+        } else {
+            Box::new(args.data.rows(&model, batch, seq, args.seed)?.train)
+        };
+        let seconds = schedule(&plan.train, recipe.precision, &planner.device).step_seconds;
+        Ok(PlannedPoint { model, plan, planner, kind, seconds, rows })
+    }
+
+    /// Slab and what the driver takes beside it.
+    pub fn bytes(&self) -> u64 {
+        self.plan.slab_bytes() + self.planner.device.overhead_bytes
+    }
+
+    fn memory_limit(&self) -> u64 {
+        self.planner.memory.unwrap_or(u64::MAX)
+    }
+
+    /// # Errors
+    /// Status 3.
+    pub fn must_fit(&self) -> Outcome {
+        // On the CPU the process itself lives in the same memory.
+        let process = match self.kind {
+            DeviceArg::Cpu => Resident::now().map_err(Stop::input)?.rss,
+            DeviceArg::Cuda => 0,
+        };
+        if self.bytes().saturating_add(process) <= self.memory_limit() {
+            return Ok(());
+        }
+        Err(Stop::DoesNotFit(format!(
+            "the plan needs {} and the process {}, of {}",
+            units::bytes(self.bytes()),
+            units::bytes(process),
+            units::bytes(self.memory_limit())
+        )))
+    }
+
+    /// Reserves the slab and fills it: weights of the checkpoint, or random ones.
+    ///
+    /// # Errors
+    /// The device's own, or the checkpoint cannot be read.
+    pub fn reserve(self, args: &PointArgs) -> Result<Ready, Stop> {
+        let growth = Growth::start()?;
+        let mut device = self.kind.reserve(self.plan.slab_bytes())?;
+        let (program, layout) = (&self.plan.train, &self.plan.train_layout);
+        let arch = &self.model.arch;
+        init_state(&mut *device, program, layout, arch)?;
+        match &self.model.checkpoint {
+            Some(checkpoint) => load_weights(&mut *device, program, layout, arch, checkpoint)?,
+            None => init_weights(&mut *device, program, layout, arch, args.seed)?,
+        }
+        Ok(Ready { point: self, device, growth })
+    }
+}
+
+impl Ready {
+    /// Runs the warm-up and the timed steps.
+    ///
+    /// # Errors
+    /// The device's own.
+    pub fn measure(&mut self, args: &PointArgs) -> Result<Measured, Stop> {
+        let PlannedPoint { plan, rows, .. } = &self.point;
+        let mut session = Session { plan, device: &mut *self.device };
+        let (loss, seconds) = steps(&mut session, &**rows, args)?;
+        let taken = self.device.taken_bytes()?;
+        let measured_bytes = match taken {
+            Some(taken) => taken.total,
+            None => self.growth.most()?,
+        };
+        let recipe = &plan.recipe;
+        Ok(Measured {
+            planned_bytes: self.point.bytes(),
+            measured_bytes,
+            overhead_bytes: taken.map(|t| t.overhead),
+            lower_bound_bytes: plan.train_layout.lower_bound,
+            slab_bytes: plan.slab_bytes(),
+            memory_limit_bytes: self.point.memory_limit(),
+            planned_seconds: self.point.seconds,
+            seconds,
+            tokens: (recipe.batch * recipe.seq * recipe.accumulate) as f64,
+            loss,
+        })
+    }
+}
+
+/// Batches of random tokens in which every row is one document.
+struct FullRows {
+    batch: usize,
+    seq: usize,
+    vocab: usize,
+    seed: u64,
+}
+
+impl Batches for FullRows {
+    fn batch(&self, number: u64) -> Batch {
+        let mut batch = Batch::new(self.batch, self.seq);
+        let mut state = self.seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        for (i, id) in batch.ids.iter_mut().enumerate() {
+            // Xorshift (Marsaglia 2003).
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            *id = (state % self.vocab as u64) as i32;
+            batch.positions[i] = (i % self.seq) as i32;
+            batch.doc_start[i] = 0;
+        }
+        for row in 0..self.batch {
+            let (first, last) = (row * self.seq, (row + 1) * self.seq - 1);
+            batch.labels[first..last].copy_from_slice(&batch.ids[first + 1..=last]);
+        }
+        batch.trained = self.batch * (self.seq - 1);
+        batch.tokens = self.batch * self.seq;
+        batch
+    }
+
+    fn per_epoch(&self) -> u64 {
+        u64::MAX
+    }
+}
+
 /// Runs the warm-up and the timed steps; the last loss, and sorted seconds.
-fn measure(
+fn steps(
     session: &mut Session,
-    rows: &PackedBatches,
+    rows: &dyn Batches,
     args: &PointArgs,
 ) -> Result<(f32, Vec<f64>), Stop> {
     let accumulate = session.plan.recipe.accumulate as u64;
