@@ -9,9 +9,13 @@ use std::time::Instant;
 use half::bf16;
 use plimsoll_arch::DType;
 use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout};
-use plimsoll_program::{AttentionShape, Op, OpKind, Program, StepScalars, Target, TensorId, View};
+use plimsoll_program::{
+    AttentionShape, Codebook, Op, OpKind, Program, QuantizedPart, StepScalars, Target, TensorId,
+    View,
+};
+use plimsoll_quant::DynamicMap;
 
-use crate::kernels::{self, Elem, Mat};
+use crate::kernels::{self, Elem, Mat, QuantizedSlice, Scales};
 use crate::pool::Pool;
 use crate::slab::Slab;
 
@@ -207,9 +211,13 @@ impl Memory<'_> {
         op: &OpKind,
         ws: &mut [f32],
     ) {
-        let OpKind::Linear { x, w, bias, add, y } = op else { unreachable!("called for Linear") };
+        let OpKind::Linear { x, w, bias, add, y, scale } = op else {
+            unreachable!("called for Linear")
+        };
         let out = self.view::<Y>(y);
-        if let Some(add) = add {
+        if let Some(add) = add
+            && add != y
+        {
             copy_rows(self.view::<Y>(add), add.stride, out, y);
         }
         let bias = bias.map(|b| &*self.all::<E>(b));
@@ -221,6 +229,19 @@ impl Memory<'_> {
         } else {
             let (x, w) = (self.matrix::<E>(x), self.matrix::<E>(w));
             kernels::gemm(x, w.t(), out, y.stride, bias, add.is_some(), ws);
+        }
+        self.multiply::<Y>(y, *scale);
+    }
+
+    /// y = factor y, for the small products whose result is scaled.
+    fn multiply<Y: Elem + bytemuck::Pod>(&self, y: &View, factor: f32) {
+        if factor == 1.0 {
+            return;
+        }
+        for row in self.view::<Y>(y).chunks_mut(y.stride) {
+            for x in &mut row[..y.cols] {
+                *x = Y::from_f32(x.to_f32() * factor);
+            }
         }
     }
 
@@ -261,13 +282,28 @@ impl Memory<'_> {
                 self.all(*rstd),
                 self.all::<E>(*d_x),
                 !overwrite,
-                Some(self.all::<E>(*d_weight)),
+                d_weight.map(|d_weight| self.all::<E>(d_weight)),
                 *accumulate,
                 ws,
             ),
-            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate } => {
+            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate, scale } => {
                 let (d_y, w) = (self.matrix::<E>(d_y), self.matrix::<E>(w));
                 kernels::gemm(d_y, w, self.view::<E>(d_x), d_x.stride, None, *accumulate, ws);
+                self.multiply::<E>(d_x, *scale);
+            }
+            OpKind::Dequantize { w, out } => {
+                let mut out = self.all::<E>(*out);
+                for part in &w.parts {
+                    let (now, rest) = out.split_at_mut(part.rows * w.cols);
+                    kernels::dequantize(&self.quantized(w.codebook, part), now);
+                    out = rest;
+                }
+            }
+            OpKind::LinearQuantized { .. } => unreachable!("handled by `run`"),
+            OpKind::Dropout { x, out, step, probability, stream, accumulate } => {
+                let seed = self.scalars(*step).seed;
+                let mask = kernels::Dropout::new(seed, *stream, *probability);
+                mask.apply(self.all::<E>(*x), self.all::<E>(*out), *accumulate);
             }
             OpKind::LinearBackwardWeight { d_y, x, d_w, accumulate } => {
                 let (d_y, x) = (self.matrix::<E>(d_y), self.matrix::<E>(x));
@@ -308,8 +344,8 @@ impl Memory<'_> {
                 self.all::<E>(*q_weight),
                 self.all::<E>(*k_weight),
                 self.all(*rstd),
-                Some(self.all::<E>(*d_q_weight)),
-                Some(self.all::<E>(*d_k_weight)),
+                d_q_weight.map(|d_weight| self.all::<E>(d_weight)),
+                d_k_weight.map(|d_weight| self.all::<E>(d_weight)),
                 *accumulate,
                 (shape.heads, shape.kv_heads, shape.head_dim),
                 ws,
@@ -388,6 +424,19 @@ impl Memory<'_> {
             | OpKind::AdamW { .. }
             | OpKind::Sgd { .. } => unreachable!("handled by `run`"),
         }
+    }
+
+    fn quantized(&self, codebook: Codebook, part: &QuantizedPart) -> QuantizedSlice<'_> {
+        let scales = match part.nested {
+            None => Scales::Plain(self.all(part.absmax)),
+            Some(nested) => Scales::Nested {
+                codes: self.all(part.absmax),
+                absmax: self.all(nested.absmax),
+                offset: self.all::<f32>(nested.offset)[0],
+                map: DynamicMap::signed().values(),
+            },
+        };
+        QuantizedSlice { codebook: codebook.values(), codes: self.all(part.codes), scales }
     }
 
     /// norm[0] = the global norm, norm[1] = the factor that clips to `max_norm`.

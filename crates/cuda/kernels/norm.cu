@@ -103,6 +103,7 @@ __device__ void rms_norm_backward(const T* d_out, const T* x, const T* weight, c
             }
         }
     }
+    if (!partial) return;  // a frozen weight
 #pragma unroll
     for (int k = 0; k < NV; ++k) {
         int i = (k * blockDim.x + threadIdx.x) * N;
@@ -118,15 +119,17 @@ __device__ void rms_norm_backward(const T* d_out, const T* x, const T* weight, c
 template <class T>
 __device__ void rms_norm_backward_wide(const T* d_out, const T* x, const T* weight, const float* rstd, T* d_x,
                                        int accumulate, float* partial, int rows, int c) {
-    partial += (long long)blockIdx.x * c;
-    for (int i = threadIdx.x; i < c; i += blockDim.x) partial[i] = 0.0f;
+    if (partial) {
+        partial += (long long)blockIdx.x * c;
+        for (int i = threadIdx.x; i < c; i += blockDim.x) partial[i] = 0.0f;
+    }
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         float r = rstd[row];
         float dot = 0.0f;
         for (int i = threadIdx.x; i < c; i += blockDim.x) {
             float gx = to_float(d_out[row * c + i]) * to_float(x[row * c + i]);
             dot = fmaf(gx, to_float(weight[i]), dot);
-            partial[i] = fmaf(gx, r, partial[i]);
+            if (partial) partial[i] = fmaf(gx, r, partial[i]);
         }
         float along = block_sum(dot) * r * r * r / (float)c;
         for (int i = threadIdx.x; i < c; i += blockDim.x) {

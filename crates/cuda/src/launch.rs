@@ -10,7 +10,7 @@ use crate::error::CudaError;
 use crate::kernels::{Arg, Grid, Kernels, suffix, width};
 use crate::products::{Operands, Product, Products};
 use crate::target::{bias_spans, head_norm_blocks, norm_blocks};
-use crate::{attention, optimizer};
+use crate::{attention, optimizer, quantized};
 
 /// Puts the ops of one program on a stream.
 pub(crate) struct Launcher<'a> {
@@ -180,9 +180,13 @@ impl Launcher<'_> {
                 ];
                 let name = format!("head_norm_backward_{}", suffix(self.dtype(*d_qkv)));
                 self.launch("norm", &name, Grid::line(blocks, 256), &args)?;
-                self.sum_partials(workspace, *d_q_weight, blocks, *accumulate)?;
-                let second = workspace + 4 * (blocks * d) as u64;
-                self.sum_partials(second, *d_k_weight, blocks, *accumulate)
+                for (n, d_weight) in [d_q_weight, d_k_weight].into_iter().enumerate() {
+                    if let Some(d_weight) = d_weight {
+                        let partial = workspace + 4 * (n * blocks * d) as u64;
+                        self.sum_partials(partial, *d_weight, blocks, *accumulate)?;
+                    }
+                }
+                Ok(())
             }
             OpKind::Rope { qkv, positions, table, shape, inverse } => {
                 let (half, dtype) = (shape.head_dim / 2, self.dtype(*qkv));
@@ -244,6 +248,25 @@ impl Launcher<'_> {
                 let name = format!("sum_rows_{}", suffix(self.dtype(*d_y)));
                 self.launch("reduce", &name, grid, &args)?;
                 self.sum_partials(workspace, *d_bias, spans, *accumulate)
+            }
+            OpKind::Dequantize { w, out } => quantized::dequantize(self, w, *out),
+            OpKind::LinearQuantized { .. } => {
+                let what = "a product with a matrix in four bits".to_owned();
+                Err(CudaError::Unsupported { op: self.op_name(), what })
+            }
+            OpKind::Dropout { x, out, step, probability, stream, accumulate } => {
+                let t = self.program.tensor(*x);
+                let args = [
+                    self.ptr(*x),
+                    self.ptr(*out),
+                    self.ptr(*step),
+                    Arg::Long(t.elements() as i64),
+                    Arg::Float(*probability),
+                    Arg::Int(*stream as i32),
+                    flag(*accumulate),
+                ];
+                let grid = Grid::line(t.elements().div_ceil(1024), 256);
+                self.launch("dropout", &format!("dropout_{}", suffix(t.dtype)), grid, &args)
             }
             OpKind::GradNorm { grads, norm, max_norm } => {
                 optimizer::grad_norm(self, grads, *norm, *max_norm, workspace)
@@ -339,6 +362,8 @@ impl Launcher<'_> {
         };
         let (rows, c, dtype) = (self.rows(*x), self.cols(*x), self.dtype(*x));
         let blocks = norm_blocks(rows, c);
+        // Without a place for them no partial sums are kept.
+        let partial = if d_weight.is_some() { workspace } else { 0 };
         let args = [
             self.ptr(*d_out),
             self.ptr(*x),
@@ -346,14 +371,17 @@ impl Launcher<'_> {
             self.ptr(*rstd),
             self.ptr(*d_x),
             flag(!overwrite),
-            Arg::Ptr(workspace),
+            Arg::Ptr(partial),
             int(rows),
             int(c),
         ];
         let (variant, threads) = norm_variant(c, dtype);
         let name = format!("rms_norm_backward_{variant}");
         self.launch("norm", &name, Grid::line(blocks, threads), &args)?;
-        self.sum_partials(workspace, *d_weight, blocks, *accumulate)
+        match d_weight {
+            Some(d_weight) => self.sum_partials(workspace, *d_weight, blocks, *accumulate),
+            None => Ok(()),
+        }
     }
 
     fn swiglu(&self, kernel: &str, gate_up: TensorId, act: TensorId) -> Result<(), CudaError> {
@@ -384,20 +412,20 @@ impl Launcher<'_> {
     pub fn product(&self, op: &Op) -> Option<(Product, Operands)> {
         let (workspace, workspace_bytes) =
             op.workspace.map_or((0, 0), |w| (self.at(w), self.program.tensor(w).bytes()));
-        let (a, b, d, sizes, transposed, bias, add) = match &op.kind {
+        let (a, b, d, sizes, transposed, bias, add, scale) = match &op.kind {
             // y^T (N, M) = w (N, K) x^T (K, M)
-            OpKind::Linear { x, w, bias, add, y } => {
-                (w, x, y, (y.cols, y.rows, x.cols), (true, false), *bias, add.as_ref())
+            OpKind::Linear { x, w, bias, add, y, scale } => {
+                (w, x, y, (y.cols, y.rows, x.cols), (true, false), *bias, add.as_ref(), *scale)
             }
             // d_x^T (K, M) = w^T (K, N) d_y^T (N, M)
-            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate } => {
+            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate, scale } => {
                 let add = accumulate.then_some(d_x);
-                (w, d_y, d_x, (d_x.cols, d_x.rows, d_y.cols), (false, false), None, add)
+                (w, d_y, d_x, (d_x.cols, d_x.rows, d_y.cols), (false, false), None, add, *scale)
             }
             // d_w^T (K, N) = x^T (K, M) d_y (M, N)
             OpKind::LinearBackwardWeight { d_y, x, d_w, accumulate } => {
                 let add = accumulate.then_some(d_w);
-                (x, d_y, d_w, (d_w.cols, d_w.rows, x.rows), (false, true), None, add)
+                (x, d_y, d_w, (d_w.cols, d_w.rows, x.rows), (false, true), None, add, 1.0)
             }
             _ => return None,
         };
@@ -408,6 +436,7 @@ impl Launcher<'_> {
             c: self.view(c),
             d: self.view(d),
             bias: bias.map_or(0, |b| self.at(b)),
+            scale,
             workspace,
             workspace_bytes,
         };

@@ -18,6 +18,7 @@ mod library;
 mod nvml;
 mod optimizer;
 mod products;
+mod quantized;
 mod target;
 
 pub use device::CudaDevice;

@@ -59,6 +59,8 @@ pub(crate) struct Operands {
     pub c: u64,
     pub d: u64,
     pub bias: u64,
+    /// The product is multiplied with this.
+    pub scale: f32,
     pub workspace: u64,
     pub workspace_bytes: u64,
 }
@@ -396,7 +398,7 @@ impl Plan {
             let attribute = lt::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
             self.set(attribute, &operands.bias)?;
         }
-        let (alpha, beta) = (1.0f32, if product.add { 1.0f32 } else { 0.0 });
+        let (alpha, beta) = (operands.scale, if product.add { 1.0f32 } else { 0.0 });
         let [a, b, c, d] = self.layouts;
         // SAFETY: the operands are tensors of the slab of the described shapes; the
         // two factors are read before the call returns.

@@ -23,6 +23,10 @@ impl Program {
         let plain = |flops: f64| (flops, 0.0);
         let (flops, matmul_flops) = match &op.kind {
             OpKind::Linear { x, y, .. } => matmul(2.0 * (y.rows * y.cols * x.cols) as f64),
+            OpKind::LinearQuantized { x, y, .. } => matmul(2.0 * (y.rows * y.cols * x.cols) as f64),
+            // A lookup and a product each.
+            OpKind::Dequantize { out, .. } => plain(2.0 * elements(*out)),
+            OpKind::Dropout { x, .. } => plain(4.0 * elements(*x)),
             OpKind::LinearBackwardInput { d_y, d_x, .. } => {
                 matmul(2.0 * (d_y.rows * d_y.cols * d_x.cols) as f64)
             }
@@ -64,18 +68,27 @@ impl Program {
         let view = |v: &crate::View| (v.elements() * self.tensor(v.tensor).dtype.bytes()) as f64;
         let sum = |accumulate: bool| if accumulate { 2.0 } else { 1.0 };
         match kind {
-            OpKind::Linear { x, w, bias, add, y } => {
+            OpKind::Linear { x, w, bias, add, y, .. } => {
                 view(x)
                     + view(w)
                     + view(y)
                     + bias.map_or(0.0, bytes)
                     + add.as_ref().map_or(0.0, view)
             }
-            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate } => {
+            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate, .. } => {
                 view(d_y) + view(w) + sum(*accumulate) * view(d_x)
             }
             OpKind::LinearBackwardWeight { d_y, x, d_w, accumulate } => {
                 view(d_y) + view(x) + sum(*accumulate) * view(d_w)
+            }
+            OpKind::LinearQuantized { x, w, bias, add, y } => {
+                let mut weights = 0.0;
+                w.for_each_tensor(|t| weights += bytes(t));
+                view(x)
+                    + weights
+                    + view(y)
+                    + bias.map_or(0.0, bytes)
+                    + add.as_ref().map_or(0.0, view)
             }
             // A lookup reads only the rows it wants.
             OpKind::Embed { ids, out, .. } => bytes(*ids) + 2.0 * bytes(*out),

@@ -8,14 +8,21 @@
 
 pub mod build;
 mod cost;
+mod lora;
 mod op;
+mod quantized;
 mod recipe;
 mod tensor;
 mod verify;
 mod weights;
 
 pub use cost::Work;
+pub use lora::{Lora, PRODUCTS, Projection};
 pub use op::{Access, AttentionShape, Op, OpKind, Phase};
+pub use quantized::{
+    Codebook, NESTED_BLOCK, Nested, QUANT_BLOCK, Quant, QuantizedMatrix, QuantizedPart,
+    quantized_name,
+};
 pub use recipe::{
     AdamW, Decay, Method, Optimizer, Recipe, RecipeError, Recompute, RecomputePlan, Sgd,
 };

@@ -4,6 +4,7 @@
 //! hidden size, H query heads, K key-value heads, D head size, I intermediate
 //! size, V vocabulary. `(B, T)` pairs are one row index in memory.
 
+use crate::QuantizedMatrix;
 use crate::tensor::{TensorId, View};
 
 /// Heads and sizes of an attention op.
@@ -50,13 +51,36 @@ pub enum OpKind {
         d_x: TensorId,
         /// d_x is overwritten instead of added to.
         overwrite: bool,
-        d_weight: TensorId,
+        /// None where the weight is frozen.
+        d_weight: Option<TensorId>,
         accumulate: bool,
     },
-    /// y (M, N) = x (M, K) w (N, K)^T [+ bias (N)] [+ add (M, N)].
-    Linear { x: View, w: View, bias: Option<TensorId>, add: Option<View>, y: View },
-    /// d_x (M, K) = d_y (M, N) w (N, K) [+ d_x].
-    LinearBackwardInput { d_y: View, w: View, d_x: View, accumulate: bool },
+    /// y (M, N) = scale x (M, K) w (N, K)^T [+ bias (N)] [+ add (M, N)]; `add` may be
+    /// y itself.
+    Linear { x: View, w: View, bias: Option<TensorId>, add: Option<View>, y: View, scale: f32 },
+    /// d_x (M, K) = scale d_y (M, N) w (N, K) [+ d_x].
+    LinearBackwardInput { d_y: View, w: View, d_x: View, accumulate: bool, scale: f32 },
+    /// out (N, K) = a matrix in four bits, multiplied out.
+    Dequantize { w: QuantizedMatrix, out: TensorId },
+    /// y (M, N) = x (M, K) w (N, K)^T [+ bias (N)] [+ add (M, N)] with w in four bits,
+    /// for few rows: the matrix is never multiplied out in memory.
+    LinearQuantized {
+        x: View,
+        w: QuantizedMatrix,
+        bias: Option<TensorId>,
+        add: Option<View>,
+        y: View,
+    },
+    /// out = [out +] x where a hash of seed, stream and element keeps it, over
+    /// 1 - probability; zero elsewhere. The same mask forward and backward.
+    Dropout {
+        x: TensorId,
+        out: TensorId,
+        step: TensorId,
+        probability: f32,
+        stream: u32,
+        accumulate: bool,
+    },
     /// d_w (N, K) = d_y (M, N)^T x (M, K) [+ d_w].
     LinearBackwardWeight { d_y: View, x: View, d_w: View, accumulate: bool },
     /// d_bias (N) = column sums of d_y (M, N) [+ d_bias].
@@ -79,8 +103,9 @@ pub enum OpKind {
         q_weight: TensorId,
         k_weight: TensorId,
         rstd: TensorId,
-        d_q_weight: TensorId,
-        d_k_weight: TensorId,
+        /// None where the weights are frozen.
+        d_q_weight: Option<TensorId>,
+        d_k_weight: Option<TensorId>,
         shape: AttentionShape,
         accumulate: bool,
     },
@@ -224,11 +249,28 @@ impl OpKind {
                 f(*weight, Read);
                 f(*rstd, Read);
                 f(*d_x, sum(!*overwrite));
-                f(*d_weight, sum(*accumulate));
+                if let Some(d_weight) = d_weight {
+                    f(*d_weight, sum(*accumulate));
+                }
             }
-            OpKind::Linear { x, w, bias, add, y } => {
+            OpKind::Linear { x, w, bias, add, y, .. } => {
                 f(x.tensor, Read);
                 f(w.tensor, Read);
+                if let Some(bias) = bias {
+                    f(*bias, Read);
+                }
+                match add {
+                    Some(add) if add == y => f(y.tensor, Update),
+                    Some(add) => {
+                        f(add.tensor, Read);
+                        f(y.tensor, Write);
+                    }
+                    None => f(y.tensor, Write),
+                }
+            }
+            OpKind::LinearQuantized { x, w, bias, add, y } => {
+                f(x.tensor, Read);
+                w.for_each_tensor(|t| f(t, Read));
                 if let Some(bias) = bias {
                     f(*bias, Read);
                 }
@@ -237,7 +279,16 @@ impl OpKind {
                 }
                 f(y.tensor, Write);
             }
-            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate } => {
+            OpKind::Dequantize { w, out } => {
+                w.for_each_tensor(|t| f(t, Read));
+                f(*out, Write);
+            }
+            OpKind::Dropout { x, out, step, accumulate, .. } => {
+                f(*x, Read);
+                f(*step, Read);
+                f(*out, sum(*accumulate));
+            }
+            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate, .. } => {
                 f(d_y.tensor, Read);
                 f(w.tensor, Read);
                 f(d_x.tensor, sum(*accumulate));
@@ -274,8 +325,9 @@ impl OpKind {
                 f(*q_weight, Read);
                 f(*k_weight, Read);
                 f(*rstd, Read);
-                f(*d_q_weight, sum(*accumulate));
-                f(*d_k_weight, sum(*accumulate));
+                for d_weight in [d_q_weight, d_k_weight].into_iter().flatten() {
+                    f(*d_weight, sum(*accumulate));
+                }
             }
             OpKind::Rope { qkv, positions, table, .. } => {
                 f(*qkv, Update);
@@ -368,6 +420,9 @@ impl OpKind {
             OpKind::Linear { .. } => "linear",
             OpKind::LinearBackwardInput { .. } => "linear_backward_input",
             OpKind::LinearBackwardWeight { .. } => "linear_backward_weight",
+            OpKind::LinearQuantized { .. } => "linear_quantized",
+            OpKind::Dequantize { .. } => "dequantize",
+            OpKind::Dropout { .. } => "dropout",
             OpKind::BiasBackward { .. } => "bias_backward",
             OpKind::HeadNorm { .. } => "head_norm",
             OpKind::HeadNormBackward { .. } => "head_norm_backward",

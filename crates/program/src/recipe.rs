@@ -6,12 +6,16 @@ use std::str::FromStr;
 use plimsoll_arch::{Architecture, DType};
 use serde::Serialize;
 
+use crate::{Lora, Quant};
+
 /// Which parameters are trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Method {
     /// All of them.
     Full,
+    /// Adapters beside frozen weights.
+    Lora,
     /// None: prefill and decode.
     Infer,
 }
@@ -189,6 +193,10 @@ pub struct Recipe {
     pub optimizer_in_backward: bool,
     /// Rows of logits that exist at a time; none lets the builder choose.
     pub loss_rows: Option<usize>,
+    /// Adapters: trained, or applied in inference.
+    pub lora: Option<Lora>,
+    /// Frozen matrices in four bits.
+    pub quant: Option<Quant>,
 }
 
 impl Recipe {
@@ -206,7 +214,15 @@ impl Recipe {
             recompute: RecomputePlan::uniform(Recompute::None),
             optimizer_in_backward: false,
             loss_rows: None,
+            lora: None,
+            quant: None,
         }
+    }
+
+    /// Adapters on a frozen model, with the defaults of the command line.
+    pub fn lora(precision: DType, batch: usize, seq: usize, lora: Lora) -> Recipe {
+        let lora = Some(lora);
+        Recipe { method: Method::Lora, lora, ..Recipe::full(precision, batch, seq) }
     }
 
     /// Inference with room for `seq` positions.
@@ -238,6 +254,21 @@ impl Recipe {
         if !matches!(self.precision, DType::F32 | DType::Bf16) {
             return Err(RecipeError::Precision { precision: self.precision });
         }
+        match (self.method, &self.lora) {
+            (Method::Lora, None) => return Err(RecipeError::NoTargets),
+            (Method::Full, Some(_)) => return Err(RecipeError::FullAdapters),
+            (_, Some(lora)) => lora.check(arch)?,
+            _ => {}
+        }
+        if let Some(quant) = self.quant {
+            if self.method == Method::Full {
+                return Err(RecipeError::FullQuantized { quant: quant.name() });
+            }
+            let saved = self.lora.as_ref().is_some_and(|l| l.save_lm_head);
+            if quant.head && (arch.tie_word_embeddings || saved) {
+                return Err(RecipeError::QuantizedHead);
+            }
+        }
         if self.optimizer_in_backward && self.accumulate > 1 {
             return Err(RecipeError::FusedOptimizer { with: "gradient accumulation" });
         }
@@ -263,6 +294,26 @@ pub enum RecipeError {
         "--seq {seq} is longer than the {max} positions that {model} was made for: use at most {max}"
     )]
     SequenceTooLong { seq: usize, max: usize, model: String },
+    #[error("there is nothing to train: name at least one target module")]
+    NoTargets,
+    #[error(
+        "rank {rank} does not suit {target}, which is {outputs} x {inputs}: give a rank from 1 to the smaller of the two"
+    )]
+    Rank { rank: usize, target: &'static str, outputs: usize, inputs: usize },
+    #[error("lora alpha {alpha} is out of range: give a finite number above 0")]
+    Alpha { alpha: f32 },
+    #[error("lora dropout {dropout} is out of range: give 0 to below 1")]
+    Dropout { dropout: f32 },
+    #[error("lm_head cannot be trained alone: it is the embedding; train embed_tokens instead")]
+    TiedHead,
+    #[error("a full fine-tune has no adapters: use method lora")]
+    FullAdapters,
+    #[error(
+        "{quant} weights cannot be trained: use method lora, which trains adapters beside them"
+    )]
+    FullQuantized { quant: &'static str },
+    #[error("the head cannot be quantized: it is the embedding, or it is trained")]
+    QuantizedHead,
     #[error("precision {precision} cannot hold weights: use f32 or bf16")]
     Precision { precision: DType },
     #[error(

@@ -3,7 +3,7 @@
 
 use plimsoll_arch::DType;
 
-use crate::{Access, OpKind, Program, TensorId, View};
+use crate::{Access, NESTED_BLOCK, OpKind, Program, QUANT_BLOCK, QuantizedMatrix, TensorId, View};
 
 /// What is wrong with a program; always a fault of a builder, never of a user.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -92,7 +92,10 @@ impl Program {
             Err(format!("product of {dims:?} (x rows, cols, w rows, cols, y rows, cols)"))
         };
         match kind {
-            OpKind::Linear { x, w, bias, add, y } => {
+            OpKind::Linear { x, w, bias, add, y, scale } => {
+                if *scale != 1.0 && (bias.is_some() || add.is_some()) {
+                    return Err(format!("a product scaled by {scale} is added to something"));
+                }
                 product(y, x, w)?;
                 if let Some(bias) = bias {
                     width(*bias, y.cols)?;
@@ -105,7 +108,12 @@ impl Program {
                 }
                 Ok(())
             }
-            OpKind::LinearBackwardInput { d_y, w, d_x, .. } => product(d_y, d_x, w),
+            OpKind::LinearBackwardInput { d_y, w, d_x, accumulate, scale } => {
+                if *scale != 1.0 && *accumulate {
+                    return Err(format!("a product scaled by {scale} is added to something"));
+                }
+                product(d_y, d_x, w)
+            }
             OpKind::LinearBackwardWeight { d_y, x, d_w, .. } => product(d_y, x, d_w),
             OpKind::RmsNorm { x, weight, out, .. } => {
                 same(*x, *out)?;
@@ -114,8 +122,27 @@ impl Program {
             OpKind::RmsNormBackward { d_out, x, d_x, weight, d_weight, .. } => {
                 same(*d_out, *x)?;
                 same(*d_x, *x)?;
-                same(*weight, *d_weight)
+                d_weight.map_or(Ok(()), |d_weight| same(*weight, d_weight))
             }
+            OpKind::Dequantize { w, out } => self.check_quantized(w).and_then(|()| {
+                let t = self.tensor(*out);
+                if (t.rows(), t.cols()) == (w.rows, w.cols) {
+                    return Ok(());
+                }
+                Err(format!("`{}` is {:?}, expected {} x {}", t.name, t.shape, w.rows, w.cols))
+            }),
+            OpKind::LinearQuantized { x, w, add, y, .. } => {
+                self.check_quantized(w)?;
+                inside(x)?;
+                inside(y)?;
+                add.as_ref().map_or(Ok(()), inside)?;
+                if x.cols == w.cols && y.rows == x.rows && y.cols == w.rows {
+                    return Ok(());
+                }
+                let dims = [x.rows, x.cols, w.rows, w.cols, y.rows, y.cols];
+                Err(format!("product of {dims:?} (x rows, cols, w rows, cols, y rows, cols)"))
+            }
+            OpKind::Dropout { x, out, .. } => same(*x, *out),
             OpKind::SwiGlu { gate_up, act } | OpKind::SwiGluBackward { gate_up, d_act: act } => {
                 width(*gate_up, 2 * self.tensor(*act).cols())
             }
@@ -133,5 +160,29 @@ impl Program {
             OpKind::Sgd { param, grad, .. } => same(*param, *grad),
             _ => Ok(()),
         }
+    }
+    fn check_quantized(&self, w: &QuantizedMatrix) -> Result<(), String> {
+        let elements = |t: TensorId, n: usize| {
+            let tensor = self.tensor(t);
+            if tensor.elements() == n {
+                return Ok(());
+            }
+            Err(format!("`{}` has {} elements, expected {n}", tensor.name, tensor.elements()))
+        };
+        let rows: usize = w.parts.iter().map(|p| p.rows).sum();
+        if rows != w.rows {
+            return Err(format!("parts of {rows} rows in a matrix of {}", w.rows));
+        }
+        for part in &w.parts {
+            let n = part.rows * w.cols;
+            let blocks = n.div_ceil(QUANT_BLOCK);
+            elements(part.codes, n.div_ceil(2))?;
+            elements(part.absmax, blocks)?;
+            if let Some(nested) = part.nested {
+                elements(nested.absmax, blocks.div_ceil(NESTED_BLOCK))?;
+                elements(nested.offset, 1)?;
+            }
+        }
+        Ok(())
     }
 }

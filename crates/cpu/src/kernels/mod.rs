@@ -14,6 +14,7 @@
 #![allow(clippy::needless_range_loop)]
 
 mod attention;
+mod dropout;
 mod elem;
 mod elementwise;
 mod embed;
@@ -22,6 +23,7 @@ mod loss;
 mod norm;
 mod optimizer;
 mod parallel;
+mod quantized;
 mod rope;
 pub mod simd;
 mod swiglu;
@@ -30,6 +32,7 @@ pub use attention::{
     AttentionShape, MAX_HEAD_DIM, attention_backward, attention_backward_workspace,
     attention_cached, attention_cached_workspace, attention_forward, attention_forward_workspace,
 };
+pub use dropout::Dropout;
 pub use elem::Elem;
 pub use elementwise::{
     add, add_assign, bias_backward, bias_backward_workspace, convert, fill, scale, sum_of_squares,
@@ -42,5 +45,6 @@ pub use norm::{
     rms_norm_backward, rms_norm_backward_workspace, rms_norm_forward,
 };
 pub use optimizer::{AdamW, Rounding, adamw, sgd};
+pub use quantized::{QuantizedSlice, Scales, dequantize};
 pub use rope::rope;
 pub use swiglu::{swiglu_backward, swiglu_backward_in_place, swiglu_forward};

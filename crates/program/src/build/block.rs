@@ -4,8 +4,9 @@
 //! (`add`), so that no op exists for it.
 
 use super::builder::{Builder, Layer, Param};
+use super::linear::{linear, linear_backward, recompute};
 use super::optimizer::gradient_complete;
-use crate::{Class, OpKind, Phase, Recompute, TensorId};
+use crate::{Class, OpKind, Recompute, TensorId};
 
 /// A normalized activation and the statistic its backward needs.
 #[derive(Clone, Copy)]
@@ -25,9 +26,10 @@ struct RawHeads {
 struct SavedAttention {
     normed: Option<Normed>,
     raw: Option<RawHeads>,
-    qkv: Option<TensorId>, // (B, T, (H + 2K) D), rotated
-    out: TensorId,         // (B, T, H D)
-    lse: TensorId,         // (B, T, H)
+    qkv: Option<TensorId>,     // (B, T, (H + 2K) D), rotated
+    out: TensorId,             // (B, T, H D)
+    lse: TensorId,             // (B, T, H)
+    low_qkv: Option<TensorId>, // (B, T, adapters * rank)
 }
 
 /// What the MLP half keeps for its backward.
@@ -35,6 +37,9 @@ struct SavedMlp {
     normed: Option<Normed>,
     gate_up: Option<TensorId>, // (B, T, 2 I)
     act: Option<TensorId>,     // (B, T, I)
+    /// (B, T, adapters * rank); small, and kept at every level.
+    low_gate_up: Option<TensorId>,
+    low_down: Option<TensorId>,
 }
 
 /// What a block keeps from forward to backward; `None` is computed again.
@@ -42,18 +47,19 @@ pub(super) struct SavedBlock {
     x: TensorId, // (B, T, C), the block's input
     attention: Option<SavedAttention>,
     mid: Option<TensorId>, // (B, T, C), the residual stream between the halves
+    low_o: Option<TensorId>, // (B, T, rank)
     mlp: SavedMlp,
 }
 
 /// Forward pass of one block: x (B, T, C) -> out (B, T, C).
 pub(super) fn forward_block(b: &mut Builder, layer: &Layer, x: TensorId) -> (TensorId, SavedBlock) {
     let attention = forward_attention(b, layer, x);
-    let mid = project_out(b, layer, attention.out, x); // (B, T, C)
-    let mlp = forward_mlp(b, layer, mid);
+    let (mid, low_o) = project_out(b, layer, attention.out, x, None); // (B, T, C)
+    let mut mlp = forward_mlp(b, layer, mid);
     let out = b.activation(format!("layers.{}.out", layer.index), b.arch.hidden_size);
     let act = mlp.act.expect("the forward pass made it");
-    linear(b, act, layer.down, None, Some(mid), out);
-    let saved = SavedBlock { x, attention: Some(attention), mid: Some(mid), mlp };
+    mlp.low_down = linear(b, act, &layer.down, None, Some(mid), out, None);
+    let saved = SavedBlock { x, attention: Some(attention), mid: Some(mid), low_o, mlp };
     let level = b.recompute_level(layer.index);
     (out, saved.keep(level))
 }
@@ -83,78 +89,125 @@ impl SavedBlock {
 }
 
 /// Backward pass of one block. d_x (B, T, C) comes in as the gradient of the
-/// block's output and leaves as that of its input.
-pub(super) fn backward_block(b: &mut Builder, layer: &Layer, saved: SavedBlock, d_x: TensorId) {
+/// block's output and leaves as that of its input, where anything `below` is
+/// trained.
+pub(super) fn backward_block(
+    b: &mut Builder,
+    layer: &Layer,
+    saved: SavedBlock,
+    d_x: TensorId,
+    below: bool,
+) {
     let (attention, mid) = match (saved.attention, saved.mid) {
         (Some(attention), Some(mid)) => (attention, mid),
         _ => recompute(b, |b| {
             let mut attention = forward_attention(b, layer, saved.x);
             // Cheaper to normalize once more below than to keep it through the MLP.
             attention.normed = None;
-            let mid = project_out(b, layer, attention.out, saved.x);
+            let (mid, _) = project_out(b, layer, attention.out, saved.x, saved.low_o);
             (attention, mid)
         }),
     };
-    backward_mlp(b, layer, mid, saved.mlp, d_x);
-    backward_attention(b, layer, saved.x, attention, d_x);
+    let below_o = below || trains_qkv(b, layer);
+    let below_mlp = below_o || b.trains_linear(&layer.o);
+    backward_mlp(b, layer, mid, saved.mlp, d_x, below_mlp);
+    if below_mlp {
+        backward_attention(b, layer, saved.x, attention, saved.low_o, d_x, [below_o, below]);
+    }
+}
+
+/// Whether a block trains anything before its attention.
+fn trains_qkv(b: &Builder, layer: &Layer) -> bool {
+    let params = [Some(layer.input_norm), layer.qkv_bias, layer.q_norm, layer.k_norm];
+    b.trains_linear(&layer.qkv) || params.into_iter().flatten().any(|p| b.trains(p))
 }
 
 fn forward_attention(b: &mut Builder, layer: &Layer, x: TensorId) -> SavedAttention {
     let l = layer.index;
     let normed = norm(b, format!("layers.{l}.input_norm"), x, layer.input_norm);
     let projected = b.activation(format!("layers.{l}.attn.qkv"), b.arch.qkv_width());
-    linear(b, normed.out, layer.qkv, layer.qkv_bias, None, projected);
+    let low_qkv = linear(b, normed.out, &layer.qkv, layer.qkv_bias, None, projected, None);
     let (raw, qkv) = head_norm(b, layer, projected);
     rope(b, layer, qkv, false);
     let shape = b.attention_shape(l);
     let out = b.activation(format!("layers.{l}.attn.out"), b.arch.q_width());
     let lse = b.statistic(format!("layers.{l}.attn.lse"), shape.heads);
     b.op(OpKind::Attention { qkv, doc_start: b.inputs.doc_start, out, lse, shape });
-    SavedAttention { normed: Some(normed), raw, qkv: Some(qkv), out, lse }
+    SavedAttention { normed: Some(normed), raw, qkv: Some(qkv), out, lse, low_qkv }
 }
 
 fn forward_mlp(b: &mut Builder, layer: &Layer, mid: TensorId) -> SavedMlp {
     let l = layer.index;
     let normed = norm(b, format!("layers.{l}.post_norm"), mid, layer.post_norm);
-    let gate_up = gate_up(b, layer, normed);
+    let (gate_up, low_gate_up) = gate_up(b, layer, normed, None);
     let act = swiglu(b, layer, gate_up);
-    SavedMlp { normed: Some(normed), gate_up: Some(gate_up), act: Some(act) }
+    SavedMlp {
+        normed: Some(normed),
+        gate_up: Some(gate_up),
+        act: Some(act),
+        low_gate_up,
+        low_down: None,
+    }
 }
 
-fn backward_mlp(b: &mut Builder, layer: &Layer, mid: TensorId, saved: SavedMlp, d_x: TensorId) {
+fn backward_mlp(
+    b: &mut Builder,
+    layer: &Layer,
+    mid: TensorId,
+    saved: SavedMlp,
+    d_x: TensorId,
+    below: bool,
+) {
     let (l, i, c) = (layer.index, b.arch.intermediate_size, b.arch.hidden_size);
+    let below_act = below || b.trains_linear(&layer.gate_up) || b.trains(layer.post_norm);
+    if !below_act && !b.trains_linear(&layer.down) {
+        return;
+    }
     let mut normed = saved.normed;
     let gate_up = saved.gate_up.unwrap_or_else(|| {
         recompute(b, |b| {
             let again = norm(b, format!("layers.{l}.post_norm"), mid, layer.post_norm);
             normed = Some(again);
-            gate_up(b, layer, again)
+            gate_up(b, layer, again, saved.low_gate_up).0
         })
     });
-    let act = saved.act.unwrap_or_else(|| recompute(b, |b| swiglu(b, layer, gate_up)));
-
-    linear_backward_weight(b, d_x, act, layer.down);
-    let d_act = b.activation(format!("layers.{l}.mlp.d_act"), i);
-    linear_backward_input(b, d_x, layer.down, d_act);
+    // The gradient of a frozen matrix, and with it its input, nobody needs.
+    let act = match saved.act {
+        Some(act) => act,
+        None if b.trains_linear(&layer.down) => recompute(b, |b| swiglu(b, layer, gate_up)),
+        None => gate_up,
+    };
+    let d_act = below_act.then(|| b.activation(format!("layers.{l}.mlp.d_act"), i));
+    linear_backward(b, d_x, act, &layer.down, saved.low_down, d_act);
+    let Some(d_act) = d_act else { return };
     // From here on gate_up holds its own gradient.
     b.op(OpKind::SwiGluBackward { gate_up, d_act });
     let normed = normed.unwrap_or_else(|| {
         recompute(b, |b| norm(b, format!("layers.{l}.post_norm"), mid, layer.post_norm))
     });
-    linear_backward_weight(b, gate_up, normed.out, layer.gate_up);
-    let d_normed = b.activation(format!("layers.{l}.post_norm.d_out"), c);
-    linear_backward_input(b, gate_up, layer.gate_up, d_normed);
-    norm_backward(b, d_normed, mid, normed.rstd, layer.post_norm, d_x, false);
+    let below_norm = below || b.trains(layer.post_norm);
+    let d_normed = below_norm.then(|| b.activation(format!("layers.{l}.post_norm.d_out"), c));
+    linear_backward(b, gate_up, normed.out, &layer.gate_up, saved.low_gate_up, d_normed);
+    if let Some(d_normed) = d_normed {
+        norm_backward(b, d_normed, mid, normed.rstd, layer.post_norm, d_x, false);
+    }
 }
 
+/// `below_o` and `below`: whether anything before the output projection, and
+/// before the block, is trained.
 fn backward_attention(
     b: &mut Builder,
     layer: &Layer,
     x: TensorId,
     saved: SavedAttention,
+    low_o: Option<TensorId>,
     d_x: TensorId,
+    [below_o, below]: [bool; 2],
 ) {
     let (l, shape) = (layer.index, b.attention_shape(layer.index));
+    let d_out = below_o.then(|| b.activation(format!("layers.{l}.attn.d_out"), b.arch.q_width()));
+    linear_backward(b, d_x, saved.out, &layer.o, low_o, d_out);
+    let Some(d_out) = d_out else { return };
     let qkv = saved.qkv.unwrap_or_else(|| {
         recompute(b, |b| {
             let raw = saved.raw.expect("kept wherever qkv is not");
@@ -163,9 +216,6 @@ fn backward_attention(
             qkv
         })
     });
-    linear_backward_weight(b, d_x, saved.out, layer.o);
-    let d_out = b.activation(format!("layers.{l}.attn.d_out"), b.arch.q_width());
-    linear_backward_input(b, d_x, layer.o, d_out);
     let d_qkv = b.activation(format!("layers.{l}.attn.d_qkv"), b.arch.qkv_width());
     b.op(OpKind::AttentionBackward {
         qkv,
@@ -192,18 +242,25 @@ fn backward_attention(
         gradient_complete(b, q);
         gradient_complete(b, k);
     }
-    if let Some(bias) = layer.qkv_bias {
-        let d_bias = b.gradient(bias);
+    if let Some(bias) = layer.qkv_bias
+        && let Some(d_bias) = b.gradient(bias)
+    {
         b.op(OpKind::BiasBackward { d_y: d_qkv, d_bias, accumulate: b.accumulate });
         gradient_complete(b, bias);
+    }
+    let below_norm = below || b.trains(layer.input_norm);
+    if !below_norm && !b.trains_linear(&layer.qkv) {
+        return;
     }
     let normed = saved.normed.unwrap_or_else(|| {
         recompute(b, |b| norm(b, format!("layers.{l}.input_norm"), x, layer.input_norm))
     });
-    linear_backward_weight(b, d_qkv, normed.out, layer.qkv);
-    let d_normed = b.activation(format!("layers.{l}.input_norm.d_out"), b.arch.hidden_size);
-    linear_backward_input(b, d_qkv, layer.qkv, d_normed);
-    norm_backward(b, d_normed, x, normed.rstd, layer.input_norm, d_x, false);
+    let c = b.arch.hidden_size;
+    let d_normed = below_norm.then(|| b.activation(format!("layers.{l}.input_norm.d_out"), c));
+    linear_backward(b, d_qkv, normed.out, &layer.qkv, saved.low_qkv, d_normed);
+    if let Some(d_normed) = d_normed {
+        norm_backward(b, d_normed, x, normed.rstd, layer.input_norm, d_x, false);
+    }
 }
 
 /// One block of inference: keys and values go to the layer's caches.
@@ -211,7 +268,7 @@ pub(super) fn infer_block(b: &mut Builder, layer: &Layer, x: TensorId) -> Tensor
     let (l, shape) = (layer.index, b.attention_shape(layer.index));
     let normed = norm(b, format!("layers.{l}.input_norm"), x, layer.input_norm);
     let projected = b.activation(format!("layers.{l}.attn.qkv"), b.arch.qkv_width());
-    linear(b, normed.out, layer.qkv, layer.qkv_bias, None, projected);
+    linear(b, normed.out, &layer.qkv, layer.qkv_bias, None, projected, None);
     let (_, qkv) = head_norm(b, layer, projected);
     rope(b, layer, qkv, false);
     let capacity = b.recipe.seq;
@@ -222,18 +279,24 @@ pub(super) fn infer_block(b: &mut Builder, layer: &Layer, x: TensorId) -> Tensor
     let out = b.activation(format!("layers.{l}.attn.out"), b.arch.q_width());
     let start = b.inputs.start;
     b.op(OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, capacity });
-    let mid = project_out(b, layer, out, x);
+    let (mid, _) = project_out(b, layer, out, x, None);
     let mlp = forward_mlp(b, layer, mid);
     let out = b.activation(format!("layers.{l}.out"), b.arch.hidden_size);
-    linear(b, mlp.act.expect("the forward pass made it"), layer.down, None, Some(mid), out);
+    linear(b, mlp.act.expect("the forward pass made it"), &layer.down, None, Some(mid), out, None);
     out
 }
 
 /// mid (B, T, C) = attention output (B, T, H D) W_o^T + x.
-fn project_out(b: &mut Builder, layer: &Layer, out: TensorId, x: TensorId) -> TensorId {
+fn project_out(
+    b: &mut Builder,
+    layer: &Layer,
+    out: TensorId,
+    x: TensorId,
+    low: Option<TensorId>,
+) -> (TensorId, Option<TensorId>) {
     let mid = b.activation(format!("layers.{}.mid", layer.index), b.arch.hidden_size);
-    linear(b, out, layer.o, None, Some(x), mid);
-    mid
+    let low = linear(b, out, &layer.o, None, Some(x), mid, low);
+    (mid, low)
 }
 
 /// The per-head norm of Qwen3; without it, qkv is what was projected.
@@ -262,11 +325,16 @@ fn rope(b: &mut Builder, layer: &Layer, qkv: TensorId, inverse: bool) {
     b.op(OpKind::Rope { qkv, positions, table, shape, inverse });
 }
 
-fn gate_up(b: &mut Builder, layer: &Layer, normed: Normed) -> TensorId {
+fn gate_up(
+    b: &mut Builder,
+    layer: &Layer,
+    normed: Normed,
+    low: Option<TensorId>,
+) -> (TensorId, Option<TensorId>) {
     let cols = 2 * b.arch.intermediate_size;
     let out = b.activation(format!("layers.{}.mlp.gate_up", layer.index), cols);
-    linear(b, normed.out, layer.gate_up, None, None, out);
-    out
+    let low = linear(b, normed.out, &layer.gate_up, None, None, out, low);
+    (out, low)
 }
 
 fn swiglu(b: &mut Builder, layer: &Layer, gate_up: TensorId) -> TensorId {
@@ -313,53 +381,8 @@ pub(super) fn norm_backward(
     gradient_complete(b, weight);
 }
 
-/// y (B, T, N) = x (B, T, K) w (N, K)^T [+ bias] [+ add].
-fn linear(
-    b: &mut Builder,
-    x: TensorId,
-    w: Param,
-    bias: Option<Param>,
-    add: Option<TensorId>,
-    y: TensorId,
-) {
-    b.op(OpKind::Linear {
-        x: b.view(x),
-        w: b.view(w.value),
-        bias: bias.map(|p| p.value),
-        add: add.map(|t| b.view(t)),
-        y: b.view(y),
-    });
-}
-
-/// d_x (B, T, K) = d_y (B, T, N) w (N, K); the last use of w in this step.
-fn linear_backward_input(b: &mut Builder, d_y: TensorId, w: Param, d_x: TensorId) {
-    let (d_y, wv, d_x) = (b.view(d_y), b.view(w.value), b.view(d_x));
-    b.op(OpKind::LinearBackwardInput { d_y, w: wv, d_x, accumulate: false });
-    gradient_complete(b, w);
-}
-
-/// d_w (N, K) = d_y (B, T, N)^T x (B, T, K); comes before the input's gradient,
-/// which may reuse the memory of x.
-fn linear_backward_weight(b: &mut Builder, d_y: TensorId, x: TensorId, w: Param) {
-    let d_w = b.gradient(w);
-    let (d_y, x, d_w) = (b.view(d_y), b.view(x), b.view(d_w));
-    b.op(OpKind::LinearBackwardWeight { d_y, x, d_w, accumulate: b.accumulate });
-}
-
-/// Runs `f` with its ops marked as recomputation.
-fn recompute<T>(b: &mut Builder, f: impl FnOnce(&mut Builder) -> T) -> T {
-    let phase = std::mem::replace(&mut b.phase, Phase::Recompute);
-    let result = f(b);
-    b.phase = phase;
-    result
-}
-
 impl Builder<'_> {
     fn recompute_level(&self, layer: usize) -> Recompute {
         self.recipe.recompute.level(layer)
-    }
-
-    pub(super) fn gradient(&self, param: Param) -> TensorId {
-        self.training[param.index].gradient
     }
 }

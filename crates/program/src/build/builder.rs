@@ -3,11 +3,12 @@
 use plimsoll_arch::{Architecture, DType};
 
 use crate::{
-    AttentionShape, Class, Home, Op, OpKind, Optimizer, Phase, Program, Recipe, Section,
-    StepScalars, Target, Tensor, TensorId, View, weight_parts,
+    AttentionShape, Class, Home, NESTED_BLOCK, Nested, Op, OpKind, Optimizer, PRODUCTS, Phase,
+    Program, QUANT_BLOCK, Quant, QuantizedMatrix, QuantizedPart, Recipe, Section, StepScalars,
+    Target, Tensor, TensorId, View, WeightPart, quantized_name, weight_parts,
 };
 
-/// A trainable tensor and what belongs to it.
+/// A tensor that can be trained.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Param {
     pub value: TensorId,
@@ -15,26 +16,55 @@ pub(super) struct Param {
     pub index: usize,
 }
 
+/// The matrix of a product, with what is beside it.
+pub(super) struct Linear {
+    /// `layers.3.attn.qkv`
+    pub name: String,
+    pub weight: Weight, // (N, K)
+    pub adapters: Option<Adapters>,
+}
+
+/// How a matrix is stored.
+pub(super) enum Weight {
+    Dense(Param),
+    Quantized(QuantizedMatrix),
+}
+
+/// The adapters of one product: y += scale B (A x) for some of its outputs.
+pub(super) struct Adapters {
+    pub a: Param, // (adapters * rank, K), one below the other
+    pub b: Vec<Output>,
+}
+
+/// One adapter's share of a product's outputs.
+pub(super) struct Output {
+    pub b: Param, // (cols, rank)
+    /// First output.
+    pub col: usize,
+    pub cols: usize,
+}
+
 /// The parameters of one block.
 pub(super) struct Layer {
     pub index: usize,
     pub input_norm: Param,       // (C)
-    pub qkv: Param,              // ((H + 2K) D, C)
+    pub qkv: Linear,             // ((H + 2K) D, C)
     pub qkv_bias: Option<Param>, // ((H + 2K) D)
     pub q_norm: Option<Param>,   // (D)
     pub k_norm: Option<Param>,   // (D)
-    pub o: Param,                // (C, H D)
+    pub o: Linear,               // (C, H D)
     pub post_norm: Param,        // (C)
-    pub gate_up: Param,          // (2 I, C)
-    pub down: Param,             // (C, I)
+    pub gate_up: Linear,         // (2 I, C)
+    pub down: Linear,            // (C, I)
 }
 
 /// The parameters of a model.
 pub(super) struct Model {
     pub embed_tokens: Param, // (V, C)
     pub layers: Vec<Layer>,
-    pub norm: Param,    // (C)
-    pub lm_head: Param, // (V, C); `embed_tokens` again when tied
+    pub norm: Param, // (C)
+    /// (V, C); None when it is `embed_tokens`.
+    pub lm_head: Option<Linear>,
 }
 
 /// Input tensors of a step.
@@ -68,8 +98,8 @@ pub(super) struct Builder<'a> {
     /// T of this program's activations.
     pub seq: usize,
     pub inputs: Inputs,
-    /// Gradient and optimizer state by parameter; empty for a frozen model.
-    pub training: Vec<Training>,
+    /// Gradient and optimizer state by parameter; none for a frozen one.
+    training: Vec<Option<Training>>,
     params: usize,
     pub loss: TensorId,      // (1)
     pub grad_norm: TensorId, // (2)
@@ -219,12 +249,17 @@ impl<'a> Builder<'a> {
         self.program
     }
 
-    /// The parameters, with a gradient and optimizer state for each.
+    /// The parameters, with a gradient and optimizer state for each that the recipe
+    /// trains.
     pub fn model(&mut self) -> Model {
         let model = self.model_frozen();
         let mut params: Vec<Param> = Vec::with_capacity(self.params);
         model.for_each(|p| params.push(p));
         for param in params {
+            if !self.is_trained(&model, param) {
+                self.training.push(None);
+                continue;
+            }
             let shape = self.shape(param.value);
             let name = self.name(param.value).to_owned();
             let gradient =
@@ -238,9 +273,44 @@ impl<'a> Builder<'a> {
                 .iter()
                 .map(|s| self.resident(format!("{s}.{name}"), &shape, dtype, Class::OptimizerState))
                 .collect();
-            self.training.push(Training { gradient, state });
+            self.training.push(Some(Training { gradient, state }));
         }
         model
+    }
+
+    fn is_trained(&self, model: &Model, param: Param) -> bool {
+        let Some(lora) = self.recipe.lora.as_ref() else { return true };
+        let head = model.lm_head.as_ref().and_then(Linear::param);
+        let name = self.name(param.value);
+        name.ends_with(".lora_a")
+            || name.ends_with(".lora_b")
+            || (lora.save_embed_tokens && param.index == model.embed_tokens.index)
+            || (lora.save_lm_head && head.is_some_and(|h| h.index == param.index))
+    }
+
+    /// Whether a parameter has a gradient.
+    pub fn trains(&self, param: Param) -> bool {
+        self.training.get(param.index).is_some_and(Option::is_some)
+    }
+
+    /// Whether a product has anything to train.
+    pub fn trains_linear(&self, linear: &Linear) -> bool {
+        let adapters = linear.adapters.as_ref().is_some_and(|a| self.trains(a.a));
+        adapters || linear.param().is_some_and(|p| self.trains(p))
+    }
+
+    /// Gradient and optimizer state of a parameter that is trained.
+    pub fn training(&self, param: Param) -> Option<&Training> {
+        self.training.get(param.index).and_then(Option::as_ref)
+    }
+
+    pub fn gradient(&self, param: Param) -> Option<TensorId> {
+        self.training(param).map(|t| t.gradient)
+    }
+
+    /// Gradients of everything that is trained.
+    pub fn gradients(&self) -> Vec<TensorId> {
+        self.training.iter().flatten().map(|t| t.gradient).collect()
     }
 
     /// The parameters alone.
@@ -253,40 +323,121 @@ impl<'a> Builder<'a> {
                 Layer {
                     index,
                     input_norm: self.param(name("input_norm")),
-                    qkv: self.param(name("attn.qkv")),
+                    qkv: self.linear(name("attn.qkv")),
                     qkv_bias: arch.attention_bias.then(|| self.param(name("attn.qkv_bias"))),
                     q_norm: arch.qk_norm.then(|| self.param(name("attn.q_norm"))),
                     k_norm: arch.qk_norm.then(|| self.param(name("attn.k_norm"))),
-                    o: self.param(name("attn.o")),
+                    o: self.linear(name("attn.o")),
                     post_norm: self.param(name("post_norm")),
-                    gate_up: self.param(name("mlp.gate_up")),
-                    down: self.param(name("mlp.down")),
+                    gate_up: self.linear(name("mlp.gate_up")),
+                    down: self.linear(name("mlp.down")),
                 }
             })
             .collect();
         let norm = self.param("norm".into());
-        let lm_head =
-            if arch.tie_word_embeddings { embed_tokens } else { self.param("lm_head".into()) };
+        let lm_head = (!arch.tie_word_embeddings).then(|| self.linear("lm_head".into()));
         Model { embed_tokens, layers, norm, lm_head }
     }
 
     fn param(&mut self, name: String) -> Param {
         let shape = param_shape(self.arch, &name);
-        let value = self.resident(name, &shape, self.recipe.precision, Class::Weight);
+        self.param_of_shape(name, &shape)
+    }
+
+    fn param_of_shape(&mut self, name: String, shape: &[usize]) -> Param {
+        let value = self.resident(name, shape, self.recipe.precision, Class::Weight);
         self.params += 1;
         Param { value, index: self.params - 1 }
     }
+
+    /// The matrix of a product, in four bits or not, and its adapters.
+    fn linear(&mut self, name: String) -> Linear {
+        let quant = self.recipe.quant.filter(|q| q.head || name != "lm_head");
+        let weight = match quant {
+            Some(quant) => Weight::Quantized(self.quantized(&name, quant)),
+            None => Weight::Dense(self.param(name.clone())),
+        };
+        let adapters = self.adapters(&name);
+        Linear { name, weight, adapters }
+    }
+
+    fn quantized(&mut self, name: &str, quant: Quant) -> QuantizedMatrix {
+        let mut parts = Vec::new();
+        let (mut rows, mut cols) = (0, 0);
+        for part in parts_of(self.arch, name) {
+            let [part_rows, part_cols] = part.shape[..] else { continue };
+            let module = quantized_name(&part);
+            let module = module.rsplit('.').next().unwrap_or(&module);
+            let blocks = (part_rows * part_cols).div_ceil(QUANT_BLOCK);
+            let mut make = |kind: &str, n: usize, dtype: DType| {
+                self.resident(format!("{name}.{module}.{kind}"), &[n], dtype, Class::Weight)
+            };
+            let codes = make("codes", (part_rows * part_cols).div_ceil(2), DType::U8);
+            let absmax = make("absmax", blocks, if quant.double { DType::U8 } else { DType::F32 });
+            let nested = quant.double.then(|| Nested {
+                absmax: make("nested_absmax", blocks.div_ceil(NESTED_BLOCK), DType::F32),
+                offset: make("offset", 1, DType::F32),
+            });
+            parts.push(QuantizedPart { rows: part_rows, codes, absmax, nested });
+            (rows, cols) = (rows + part_rows, part_cols);
+        }
+        QuantizedMatrix { codebook: quant.codebook, parts, rows, cols }
+    }
+
+    fn adapters(&mut self, name: &str) -> Option<Adapters> {
+        let lora = self.recipe.lora.as_ref()?;
+        let product = name.strip_prefix("layers.").and_then(|s| s.split_once('.'))?.1;
+        let projections = PRODUCTS.iter().find(|(p, _)| *p == product)?.1;
+        let adapted = lora.of_product(projections);
+        let first = adapted.first()?;
+        let inputs = first.shape(self.arch).1;
+        let a = self.param_of_shape(format!("{name}.lora_a"), &[adapted.len() * lora.rank, inputs]);
+        let mut b = Vec::with_capacity(adapted.len());
+        let mut col = 0;
+        for projection in projections {
+            let cols = projection.shape(self.arch).0;
+            if adapted.contains(projection) {
+                let name = format!("{name}.{}.lora_b", projection.name());
+                b.push(Output { b: self.param_of_shape(name, &[cols, lora.rank]), col, cols });
+            }
+            col += cols;
+        }
+        Some(Adapters { a, b })
+    }
+}
+
+impl Linear {
+    /// The matrix as a parameter; none when it is in four bits.
+    pub fn param(&self) -> Option<Param> {
+        match self.weight {
+            Weight::Dense(param) => Some(param),
+            Weight::Quantized(_) => None,
+        }
+    }
+
+    fn for_each(&self, f: &mut impl FnMut(Param)) {
+        self.param().map(&mut *f);
+        if let Some(adapters) = &self.adapters {
+            f(adapters.a);
+            adapters.b.iter().for_each(|output| f(output.b));
+        }
+    }
+}
+
+/// The parts of a checkpoint that fill a parameter of the program.
+fn parts_of(arch: &Architecture, name: &str) -> impl Iterator<Item = WeightPart> {
+    // Layers are alike: look at the first.
+    let suffix = name.strip_prefix("layers.").and_then(|s| s.split_once('.'));
+    let first = suffix.map_or(name.to_owned(), |(_, rest)| format!("layers.0.{rest}"));
+    let one_layer = Architecture { num_hidden_layers: 1, ..arch.clone() };
+    weight_parts(&one_layer).into_iter().filter(move |part| part.tensor == first)
 }
 
 /// Shape of a parameter of the program: the parts of a checkpoint that fill it,
 /// laid one below the other.
 fn param_shape(arch: &Architecture, name: &str) -> Vec<usize> {
-    // Layers are alike: look at the first.
-    let suffix = name.strip_prefix("layers.").and_then(|s| s.split_once('.'));
-    let first = suffix.map_or(name.to_owned(), |(_, rest)| format!("layers.0.{rest}"));
-    let one_layer = Architecture { num_hidden_layers: 1, ..arch.clone() };
     let mut shape: Vec<usize> = Vec::new();
-    for part in weight_parts(&one_layer).into_iter().filter(|p| p.tensor == first) {
+    for part in parts_of(arch, name) {
         if shape.is_empty() {
             shape = part.shape;
         } else {
@@ -302,18 +453,18 @@ impl Model {
         f(self.embed_tokens);
         for l in &self.layers {
             f(l.input_norm);
-            f(l.qkv);
+            l.qkv.for_each(&mut f);
             l.qkv_bias.map(&mut f);
             l.q_norm.map(&mut f);
             l.k_norm.map(&mut f);
-            f(l.o);
+            l.o.for_each(&mut f);
             f(l.post_norm);
-            f(l.gate_up);
-            f(l.down);
+            l.gate_up.for_each(&mut f);
+            l.down.for_each(&mut f);
         }
         f(self.norm);
-        if self.lm_head.value != self.embed_tokens.value {
-            f(self.lm_head);
+        if let Some(head) = &self.lm_head {
+            head.for_each(&mut f);
         }
     }
 }

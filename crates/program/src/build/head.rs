@@ -7,9 +7,10 @@
 use plimsoll_arch::DType;
 
 use super::block::{final_norm, norm_backward};
-use super::builder::{Builder, Model};
+use super::builder::{Builder, Linear, Model, Param};
+use super::linear::{dense, product};
 use super::optimizer::gradient_complete;
-use crate::{OpKind, Phase, TensorId};
+use crate::{OpKind, Phase, TensorId, View};
 
 /// x (B, T, C) = rows of the embedding.
 pub(super) fn embed(b: &mut Builder, model: &Model) -> TensorId {
@@ -20,14 +21,10 @@ pub(super) fn embed(b: &mut Builder, model: &Model) -> TensorId {
 
 pub(super) fn embed_backward(b: &mut Builder, model: &Model, d_x: TensorId) {
     let param = model.embed_tokens;
-    let tied = model.lm_head.value == param.value;
-    b.op(OpKind::EmbedBackward {
-        ids: b.inputs.ids,
-        d_x,
-        d_table: b.gradient(param),
-        // A tied head has written its share already.
-        accumulate: b.accumulate || tied,
-    });
+    let Some(d_table) = b.gradient(param) else { return };
+    // A tied head has written its share already.
+    let accumulate = b.accumulate || model.lm_head.is_none();
+    b.op(OpKind::EmbedBackward { ids: b.inputs.ids, d_x, d_table, accumulate });
     gradient_complete(b, param);
 }
 
@@ -36,20 +33,22 @@ pub(super) fn embed_backward(b: &mut Builder, model: &Model, d_x: TensorId) {
 pub(super) fn loss_and_gradient(b: &mut Builder, model: &Model, x: TensorId) -> TensorId {
     let (normed, rstd) = final_norm(b, x, model.norm);
     let losses = b.statistic("losses".to_owned(), 1); // (B, T)
-    let d_head = b.gradient(model.lm_head);
-    let head = b.view(model.lm_head.value); // (V, C)
+    let head = head(b, model); // (V, C)
+    let d_head = head_param(model).and_then(|p| b.gradient(p));
     for (row, rows) in chunks(b.rows(), loss_rows(b)) {
         let hidden = b.view(normed).rows_at(row, rows); // (rows, C)
-        let logits = chunk_logits(b, model, normed, row, rows); // (rows, V)
+        let logits = chunk_logits(b, head, normed, row, rows); // (rows, V)
         cross_entropy(b, logits, losses, row, true);
         let d_logits = b.view(logits);
         b.phase = Phase::Backward;
-        b.op(OpKind::LinearBackwardWeight {
-            d_y: d_logits,
-            x: hidden,
-            d_w: b.view(d_head),
-            accumulate: b.accumulate || row > 0,
-        });
+        if let Some(d_head) = d_head {
+            b.op(OpKind::LinearBackwardWeight {
+                d_y: d_logits,
+                x: hidden,
+                d_w: b.view(d_head),
+                accumulate: b.accumulate || row > 0,
+            });
+        }
         // These rows of the norm's output were read for the last time just now:
         // from here on they hold their gradient.
         b.op(OpKind::LinearBackwardInput {
@@ -57,13 +56,14 @@ pub(super) fn loss_and_gradient(b: &mut Builder, model: &Model, x: TensorId) -> 
             w: head,
             d_x: hidden,
             accumulate: false,
+            scale: 1.0,
         });
         b.phase = Phase::Forward;
     }
     sum_losses(b, losses);
     b.phase = Phase::Backward;
-    if model.lm_head.value != model.embed_tokens.value {
-        gradient_complete(b, model.lm_head);
+    if let Some(param) = model.lm_head.as_ref().and_then(Linear::param) {
+        gradient_complete(b, param);
     }
     let d_x = b.activation("d_x".to_owned(), b.arch.hidden_size);
     norm_backward(b, normed, x, rstd, model.norm, d_x, true);
@@ -74,8 +74,9 @@ pub(super) fn loss_and_gradient(b: &mut Builder, model: &Model, x: TensorId) -> 
 pub(super) fn loss(b: &mut Builder, model: &Model, x: TensorId) {
     let (normed, _) = final_norm(b, x, model.norm);
     let losses = b.statistic("losses".to_owned(), 1);
+    let head = head(b, model);
     for (row, rows) in chunks(b.rows(), loss_rows(b)) {
-        let logits = chunk_logits(b, model, normed, row, rows);
+        let logits = chunk_logits(b, head, normed, row, rows);
         cross_entropy(b, logits, losses, row, false);
     }
     sum_losses(b, losses);
@@ -108,31 +109,33 @@ pub(super) fn last_logits(b: &mut Builder, model: &Model, x: TensorId) {
 fn logits_of(b: &mut Builder, model: &Model, normed: TensorId, rows: usize) {
     let shape = [rows, b.arch.vocab_size];
     let logits = b.resident("logits".to_owned(), &shape, DType::F32, crate::Class::Activation);
-    b.op(OpKind::Linear {
-        x: b.view(normed),
-        w: b.view(model.lm_head.value),
-        bias: None,
-        add: None,
-        y: b.view(logits),
-    });
+    let (x, y) = (b.view(normed), b.view(logits));
+    match &model.lm_head {
+        Some(linear) => product(b, x, linear, None, None, y),
+        None => {
+            let w = b.view(model.embed_tokens.value);
+            b.op(OpKind::Linear { x, w, bias: None, add: None, y, scale: 1.0 });
+        }
+    }
 }
 
-fn chunk_logits(
-    b: &mut Builder,
-    model: &Model,
-    normed: TensorId,
-    row: usize,
-    rows: usize,
-) -> TensorId {
+/// The matrix of the head (V, C): the embedding where they are tied.
+fn head(b: &mut Builder, model: &Model) -> View {
+    match &model.lm_head {
+        Some(linear) => dense(b, linear),
+        None => b.view(model.embed_tokens.value),
+    }
+}
+
+fn head_param(model: &Model) -> Option<Param> {
+    model.lm_head.as_ref().map_or(Some(model.embed_tokens), Linear::param)
+}
+
+fn chunk_logits(b: &mut Builder, w: View, normed: TensorId, row: usize, rows: usize) -> TensorId {
     let (v, dtype) = (b.arch.vocab_size, b.recipe.precision);
     let logits = b.matrix(format!("logits.{row}"), rows, v, dtype);
-    b.op(OpKind::Linear {
-        x: b.view(normed).rows_at(row, rows),
-        w: b.view(model.lm_head.value),
-        bias: None,
-        add: None,
-        y: b.view(logits),
-    });
+    let (x, y) = (b.view(normed).rows_at(row, rows), b.view(logits));
+    b.op(OpKind::Linear { x, w, bias: None, add: None, y, scale: 1.0 });
     logits
 }
 

@@ -7,6 +7,7 @@
 mod block;
 mod builder;
 mod head;
+mod linear;
 mod optimizer;
 
 use plimsoll_arch::Architecture;
@@ -62,10 +63,14 @@ fn micro_batch(b: &mut Builder, model: &Model, accumulate: bool) {
     }
     let d_x = head::loss_and_gradient(b, model, x); // (B, T, C)
     b.phase = Phase::Backward;
+    let embed = b.trains(model.embed_tokens);
     for (layer, saved) in model.layers.iter().zip(kept).rev() {
-        backward_block(b, layer, saved, d_x);
+        // Every block trains the same: below the first nothing but the embedding is.
+        backward_block(b, layer, saved, d_x, embed || layer.index > 0);
     }
-    head::embed_backward(b, model, d_x);
+    if embed {
+        head::embed_backward(b, model, d_x);
+    }
 }
 
 /// The loss of one batch: `loss` is the sum over its trained tokens times

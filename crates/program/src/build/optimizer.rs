@@ -7,7 +7,7 @@ use crate::{Decay, OpKind, Optimizer, Phase};
 pub(super) fn update_all(b: &mut Builder, model: &Model) {
     b.phase = Phase::Optimizer;
     if b.recipe.max_grad_norm.is_some() {
-        let grads = b.training.iter().map(|t| t.gradient).collect();
+        let grads = b.gradients();
         let (norm, max_norm) = (b.grad_norm, b.recipe.max_grad_norm);
         b.op(OpKind::GradNorm { grads, norm, max_norm });
     }
@@ -27,7 +27,7 @@ pub(super) fn gradient_complete(b: &mut Builder, param: Param) {
 fn update(b: &mut Builder, param: Param) {
     let decayed = b.recipe.decay == Decay::All || b.shape(param.value).len() > 1;
     let decay = |weight_decay: f32| if decayed { weight_decay } else { 0.0 };
-    let training = &b.training[param.index];
+    let Some(training) = b.training(param) else { return };
     let (param, grad, stream) = (param.value, training.gradient, param.index as u32);
     let (step, norm) = (b.inputs.step, b.recipe.max_grad_norm.map(|_| b.grad_norm));
     let kind = match b.recipe.optimizer {
