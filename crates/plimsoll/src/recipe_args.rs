@@ -2,7 +2,9 @@
 
 use clap::{Args, ValueEnum};
 use plimsoll_arch::{Architecture, DType};
-use plimsoll_program::{AdamW, Decay, Method, Optimizer, Recipe, Recompute, RecomputePlan, Sgd};
+use plimsoll_program::{
+    AdamW, AdamW8bit, Decay, Method, Optimizer, Recipe, Recompute, RecomputePlan, Sgd,
+};
 
 use crate::exit::Stop;
 
@@ -30,6 +32,8 @@ impl Precision {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OptimizerArg {
     Adamw,
+    /// AdamW with its state in eight bits, as bitsandbytes has it.
+    Adamw8bit,
     Sgd,
 }
 
@@ -113,6 +117,12 @@ impl RecipeArgs {
                 weight_decay: self.weight_decay,
                 state,
             }),
+            OptimizerArg::Adamw8bit => Optimizer::AdamW8bit(AdamW8bit {
+                beta1: self.beta1,
+                beta2: self.beta2,
+                eps: self.eps,
+                weight_decay: self.weight_decay,
+            }),
             OptimizerArg::Sgd => Optimizer::Sgd(Sgd {
                 momentum: self.momentum,
                 weight_decay: self.weight_decay,
@@ -172,6 +182,13 @@ impl RecipeArgs {
                     "--{option} {value} is out of range: give {allowed}"
                 )));
             }
+        }
+        let wide = self.optimizer_dtype != Precision::F32;
+        if self.optimizer == OptimizerArg::Adamw8bit && wide {
+            return Err(Stop::Input(
+                "--optimizer adamw8bit has a type of its own for its state: drop --optimizer-dtype"
+                    .into(),
+            ));
         }
         if self.loss_rows == Some(0) {
             return Err(Stop::Input("--loss-rows 0 is out of range: give at least 1".into()));

@@ -17,7 +17,7 @@ mod weights;
 pub use cost::Work;
 pub use op::{Access, AttentionShape, Op, OpKind, Phase};
 pub use recipe::{
-    AdamW, Decay, Method, Optimizer, Recipe, RecipeError, Recompute, RecomputePlan, Sgd,
+    AdamW, AdamW8bit, Decay, Method, Optimizer, Recipe, RecipeError, Recompute, RecomputePlan, Sgd,
 };
 pub use tensor::{Class, Home, Tensor, TensorId, View};
 pub use verify::ProgramError;

@@ -1,6 +1,6 @@
 //! Every op by itself, on sizes that fit vectors and on sizes that do not.
 
-use plimsoll_arch::DType::{self, Bf16, F32, I32};
+use plimsoll_arch::DType::{self, Bf16, F32, I32, U8};
 use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_program::{
@@ -91,6 +91,15 @@ impl Case {
 
     /// Runs the ops on both devices and compares everything that they wrote.
     fn compare(&self, report: &mut Report, what: &str, limit: f64, kinds: &[OpKind]) {
+        let errors = self.errors(kinds);
+        let worse = |a: f64, b: f64| if b.is_nan() || b > a { b } else { a };
+        let worst = errors.iter().fold(0.0, |worst, (_, error)| worse(worst, *error));
+        println!("{worst:9.2e}  {what}");
+        report.error(what, worst, limit);
+    }
+
+    /// How far apart both devices leave each tensor that the ops write.
+    fn errors(&self, kinds: &[OpKind]) -> Vec<(TensorId, f64)> {
         let cpu = self.with(kinds, &CpuTarget { threads: 4 });
         let gpu = self.with(kinds, &CudaTarget);
         let mut cpu = Bench::new(cpu, |bytes| CpuDevice::new(bytes, 4).expect("memory"));
@@ -113,13 +122,7 @@ impl Case {
                 }
             });
         }
-        let mut worst = 0.0f64;
-        for t in written {
-            let error = distance(&gpu.read(t), &cpu.read(t));
-            worst = if error.is_nan() { error } else { worst.max(error) };
-        }
-        println!("{worst:9.2e}  {what}");
-        report.error(what, worst, limit);
+        written.into_iter().map(|t| (t, distance(&gpu.read(t), &cpu.read(t)))).collect()
     }
 }
 
@@ -136,6 +139,7 @@ pub fn check(report: &mut Report) {
         attention(report, dtype);
         loss(report, dtype);
         updates(report, dtype);
+        updates_8bit(report, dtype);
     }
 }
 
@@ -430,5 +434,65 @@ fn updates(report: &mut Report, dtype: DType) {
         // Rounded stochastically with the same random bits: a rare last bit differs.
         let limit = if dtype == Bf16 || state == Bf16 { 1e-3 } else { 1e-6 };
         c.compare(report, &format!("grad_norm, adamw, sgd {dtype} state {state}"), limit, &kinds);
+    }
+}
+
+/// 8-bit AdamW: codes and scales to the bit, over gradients of many magnitudes with
+/// blocks of zeros, from a state that has some.
+fn updates_8bit(report: &mut Report, dtype: DType) {
+    let sizes = [[64, 300], [1, 17], [333, 1000], [1, 64], [16, 256]];
+    for clip in [false, true] {
+        let mut c = Case::default();
+        let step = c.step();
+        let norm = c.tensor(&[2], F32, vec![2.0, 0.5]);
+        let mut kinds = Vec::new();
+        for (stream, size) in sizes.iter().enumerate() {
+            let n = size[0] * size[1];
+            let param = c.random(size, dtype);
+            let mut values: Vec<f32> = random(31, n, 1.0).iter().map(|x| x * x * x).collect();
+            values.chunks_mut(256).step_by(3).for_each(|block| block.fill(0.0));
+            values[n / 2] = f32::INFINITY;
+            let grad = c.tensor(size, dtype, values);
+            let (m, v) = (integers(32, n, 256), integers(33, n, 256));
+            let (m, v) = (c.tensor(size, U8, m), c.tensor(size, U8, v));
+            let blocks = n.div_ceil(256);
+            let mut scales = random(34, blocks, 1e-2);
+            scales.iter_mut().step_by(2).for_each(|s| *s = 0.0);
+            let scales: Vec<f32> = scales.iter().map(|s| s.abs()).collect();
+            let m_absmax = c.tensor(&[blocks], F32, scales.clone());
+            let v_absmax = c.tensor(&[blocks], F32, scales);
+            kinds.push(OpKind::AdamW8bit {
+                param,
+                grad,
+                m,
+                v,
+                m_absmax,
+                v_absmax,
+                step,
+                norm: clip.then_some(norm),
+                beta1: 0.9,
+                beta2: 0.999,
+                eps: 1e-8,
+                weight_decay: 0.1 * stream as f32,
+                stream: stream as u32,
+            });
+        }
+        let what = format!("adamw8bit {dtype} clip {clip}");
+        let errors = c.errors(&kinds);
+        for kind in &kinds {
+            let OpKind::AdamW8bit { param, m, v, m_absmax, v_absmax, .. } = kind else {
+                unreachable!("made above")
+            };
+            let of =
+                |tensor: &TensorId| errors.iter().find(|(t, _)| t == tensor).expect("written").1;
+            for (part, tensor) in
+                [("m", m), ("v", v), ("scale of m", m_absmax), ("scale of v", v_absmax)]
+            {
+                report.error(&format!("{what}: {part}"), of(tensor), 0.0);
+            }
+            let limit = if dtype == Bf16 { 1e-3 } else { 1e-6 };
+            println!("{:9.2e}  {what}", of(param));
+            report.error(&what, of(param), limit);
+        }
     }
 }

@@ -1,10 +1,11 @@
 //! The pen that programs are written with: it makes tensors and appends ops.
 
 use plimsoll_arch::{Architecture, DType};
+use plimsoll_quant::{MIN_8BIT_ELEMENTS, STATE_BLOCK};
 
 use crate::{
     AttentionShape, Class, Home, Op, OpKind, Optimizer, Phase, Program, Recipe, Section,
-    StepScalars, Target, Tensor, TensorId, View, weight_parts,
+    StepScalars, Target, Tensor, TensorId, View, WeightPart, weight_parts,
 };
 
 /// A trainable tensor and what belongs to it.
@@ -53,7 +54,8 @@ pub(super) struct Inputs {
 /// Gradient and optimizer state of one parameter.
 pub(super) struct Training {
     pub gradient: TensorId,
-    /// Moments of AdamW, or the velocity of gradient descent.
+    /// Moments of AdamW, with their scales where they are in eight bits; or the
+    /// velocity of gradient descent.
     pub state: Vec<TensorId>,
 }
 
@@ -229,18 +231,34 @@ impl<'a> Builder<'a> {
             let name = self.name(param.value).to_owned();
             let gradient =
                 self.tensor(format!("d_{name}"), &shape, self.recipe.precision, Class::Gradient);
-            let (names, dtype): (&[&str], DType) = match &self.recipe.optimizer {
-                Optimizer::AdamW(o) => (&["m", "v"], o.state),
-                Optimizer::Sgd(o) if o.momentum != 0.0 => (&["velocity"], o.state),
-                Optimizer::Sgd(o) => (&[], o.state),
-            };
-            let state = names
-                .iter()
-                .map(|s| self.resident(format!("{s}.{name}"), &shape, dtype, Class::OptimizerState))
-                .collect();
+            let state = self.optimizer_state(&name, &shape);
             self.training.push(Training { gradient, state });
         }
         model
+    }
+
+    fn optimizer_state(&mut self, name: &str, shape: &[usize]) -> Vec<TensorId> {
+        let blocks = [shape.iter().product::<usize>().div_ceil(STATE_BLOCK)];
+        let tensors: Vec<(&str, &[usize], DType)> = match &self.recipe.optimizer {
+            Optimizer::AdamW(o) => vec![("m", shape, o.state), ("v", shape, o.state)],
+            Optimizer::AdamW8bit(_) if smallest_part(self.arch, name) < MIN_8BIT_ELEMENTS => {
+                vec![("m", shape, DType::F32), ("v", shape, DType::F32)]
+            }
+            Optimizer::AdamW8bit(_) => vec![
+                ("m", shape, DType::U8),
+                ("v", shape, DType::U8),
+                ("m_absmax", &blocks, DType::F32),
+                ("v_absmax", &blocks, DType::F32),
+            ],
+            Optimizer::Sgd(o) if o.momentum != 0.0 => vec![("velocity", shape, o.state)],
+            Optimizer::Sgd(_) => Vec::new(),
+        };
+        let class = Class::OptimizerState;
+        let mut state = Vec::with_capacity(tensors.len());
+        for (kind, shape, dtype) in tensors {
+            state.push(self.resident(format!("{kind}.{name}"), shape, dtype, class));
+        }
+        state
     }
 
     /// The parameters alone.
@@ -278,15 +296,25 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// Shape of a parameter of the program: the parts of a checkpoint that fill it,
-/// laid one below the other.
-fn param_shape(arch: &Architecture, name: &str) -> Vec<usize> {
+/// The parts of a checkpoint that fill a parameter of the program.
+fn parts_of(arch: &Architecture, name: &str) -> impl Iterator<Item = WeightPart> {
     // Layers are alike: look at the first.
     let suffix = name.strip_prefix("layers.").and_then(|s| s.split_once('.'));
     let first = suffix.map_or(name.to_owned(), |(_, rest)| format!("layers.0.{rest}"));
     let one_layer = Architecture { num_hidden_layers: 1, ..arch.clone() };
+    weight_parts(&one_layer).into_iter().filter(move |part| part.tensor == first)
+}
+
+/// Elements of the smallest part: bitsandbytes, which sees the tensors of the
+/// checkpoint, keeps at least that one's optimizer state in float32.
+fn smallest_part(arch: &Architecture, name: &str) -> usize {
+    parts_of(arch, name).map(|p| p.shape.iter().product()).min().unwrap_or(0)
+}
+
+/// Shape of a parameter of the program: its parts, laid one below the other.
+fn param_shape(arch: &Architecture, name: &str) -> Vec<usize> {
     let mut shape: Vec<usize> = Vec::new();
-    for part in weight_parts(&one_layer).into_iter().filter(|p| p.tensor == first) {
+    for part in parts_of(arch, name) {
         if shape.is_empty() {
             shape = part.shape;
         } else {
