@@ -6,6 +6,7 @@
 use half::bf16;
 use plimsoll_cpu::kernels::*;
 use plimsoll_cpu::pool::{self, Pool};
+use plimsoll_quant::{AdamW8bit, State8bit};
 use std::time::Duration;
 
 /// Wall time, or CPU time of this process: with one thread, `cpu` leaves out what
@@ -229,6 +230,24 @@ fn rows<T: Elem>(bench: &Bench, dtype: &str) {
     let (mut m, mut v): (Vec<T>, Vec<T>) = (values(p), vec![T::from_f32(0.1); p]);
     bench.line(&format!("adamw {dtype}"), gb(7 * p), "GB/s", || {
         adamw(&mut param, &grad, &mut m, &mut v, &hyper, Rounding::new(1));
+    });
+    let (mut m8, mut v8) = (vec![0u8; p], vec![0u8; p]);
+    let (mut m_absmax, mut v_absmax) = (vec![0.0f32; p / 256], vec![0.0f32; p / 256]);
+    let hyper8 = AdamW8bit {
+        lr: hyper.lr,
+        beta1: hyper.beta1,
+        beta2: hyper.beta2,
+        eps: hyper.eps,
+        weight_decay: hyper.weight_decay,
+        bias_correction1: hyper.bias_correction1,
+        bias_correction2: hyper.bias_correction2,
+        grad_scale: hyper.grad_scale,
+    };
+    let bytes = (3 * size_of::<T>() + 4) * p;
+    bench.line(&format!("adamw8bit {dtype}"), bytes as f64, "GB/s", || {
+        let state =
+            State8bit { m: &mut m8, v: &mut v8, m_absmax: &mut m_absmax, v_absmax: &mut v_absmax };
+        adamw8bit(&mut param, &grad, state, &hyper8, Rounding::new(1));
     });
     bench.line(&format!("sgd {dtype}"), gb(3 * p), "GB/s", || {
         sgd::<_, _, f32>(&mut param, &grad, None, (0.1, 0.0, 1.0), Rounding::new(1));

@@ -13,7 +13,7 @@ use plimsoll_program::{
     AttentionShape, Codebook, Op, OpKind, Program, QuantizedPart, StepScalars, Target, TensorId,
     View,
 };
-use plimsoll_quant::DynamicMap;
+use plimsoll_quant::{AdamW8bit, DynamicMap, State8bit};
 
 use crate::kernels::{self, Elem, Mat, QuantizedSlice, Scales};
 use crate::pool::Pool;
@@ -175,7 +175,9 @@ impl<'a> Memory<'a> {
         let subject = op.kind.subject().expect("every op writes something");
         match &op.kind {
             // The optimizer has types of its own for its state.
-            OpKind::AdamW { param, .. } | OpKind::Sgd { param, .. } => {
+            OpKind::AdamW { param, .. }
+            | OpKind::AdamW8bit { param, .. }
+            | OpKind::Sgd { param, .. } => {
                 with_elem!(self.dtype(*param), E, self.update::<E>(&op.kind));
             }
             // Logits are float32 whatever the weights are.
@@ -422,6 +424,7 @@ impl Memory<'_> {
             | OpKind::SumLosses { .. }
             | OpKind::GradNorm { .. }
             | OpKind::AdamW { .. }
+            | OpKind::AdamW8bit { .. }
             | OpKind::Sgd { .. } => unreachable!("handled by `run`"),
         }
     }
@@ -486,6 +489,41 @@ impl Memory<'_> {
                     S,
                     kernels::adamw(p, g, self.all::<S>(*m), self.all::<S>(*v), &hyper, rounding)
                 );
+            }
+            OpKind::AdamW8bit {
+                param,
+                grad,
+                m,
+                v,
+                m_absmax,
+                v_absmax,
+                step,
+                norm,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+                stream,
+            } => {
+                let scalars = self.scalars(*step);
+                let hyper = AdamW8bit {
+                    lr: scalars.learning_rate,
+                    beta1: *beta1,
+                    beta2: *beta2,
+                    eps: *eps,
+                    weight_decay: *weight_decay,
+                    bias_correction1: scalars.bias_correction1,
+                    bias_correction2: scalars.bias_correction2,
+                    grad_scale: self.clip(*norm),
+                };
+                let state = State8bit {
+                    m: self.all(*m),
+                    v: self.all(*v),
+                    m_absmax: self.all(*m_absmax),
+                    v_absmax: self.all(*v_absmax),
+                };
+                let (p, g) = (self.all::<P>(*param), self.all::<P>(*grad));
+                kernels::adamw8bit(p, g, state, &hyper, rounding(&scalars, *stream));
             }
             OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
                 let scalars = self.scalars(*step);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use plimsoll_arch::{Architecture, DType, Family};
 use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_plan::{Device, Layout, lay_out};
-use plimsoll_program::{Class, Program, Recipe, RecomputePlan, build};
+use plimsoll_program::{AdamW8bit, Class, Optimizer, Program, Recipe, RecomputePlan, build};
 
 struct Counting;
 
@@ -113,6 +113,10 @@ fn no_step_allocates() {
             };
             let train = build::train(&arch, &fused, &target).unwrap();
             check(&format!("{precision} training, optimizer in backward"), &train, threads);
+            let optimizer = Optimizer::AdamW8bit(AdamW8bit::default());
+            let narrow = Recipe { optimizer, ..Recipe::full(precision, 2, 128) };
+            let train = build::train(&arch, &narrow, &target).unwrap();
+            check(&format!("{precision} training, 8-bit state"), &train, threads);
             let recipe = Recipe::full(precision, 2, 128);
             check("evaluation", &build::evaluate(&arch, &recipe, &target).unwrap(), threads);
             let recipe = Recipe::infer(precision, 2, 128);

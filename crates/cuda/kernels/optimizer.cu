@@ -1,9 +1,7 @@
 // AdamW (Loshchilov and Hutter 2019, as torch 2.11 computes it) and SGD over many
-// tensors in one launch. bf16 parameters and state are rounded stochastically with
-// bits that are a hash of seed, tensor and element: neither the launch's shape nor
-// its order matters.
+// tensors in one launch. bf16 parameters and state are rounded stochastically.
 
-#include "common.cuh"
+#include "rounding.cuh"
 
 constexpr int TENSORS = 64;       // of one launch: the table is a kernel parameter
 constexpr int CHUNK = 8192;       // elements of one block of 256 threads
@@ -25,32 +23,6 @@ struct UpdateTable {
     const float* norm;  // [1] is the clipping factor; null clips nothing
 };
 
-// The finalizer of SplitMix64 spreads close seeds apart.
-__device__ __forceinline__ u64 spread(u64 x) {
-    x += 0x9e3779b97f4a7c15ull;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-    return x ^ (x >> 31);
-}
-
-// 32 random bits of element i: two rounds of multiply and xor-shift, keyed.
-__device__ __forceinline__ u32 random_bits(u32 seed0, u32 seed1, u32 i) {
-    u32 x = i + seed1;
-    x = ((x ^ (x >> 16)) * 0x7feb352du) ^ seed0;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
-template <class T> __device__ __forceinline__ float round_randomly(float x, u32 random);
-template <> __device__ __forceinline__ float round_randomly<float>(float x, u32) { return x; }
-// Adding a uniform 16-bit number carries into the kept half with a probability equal
-// to the dropped fraction. The result is exact in bf16.
-template <> __device__ __forceinline__ float round_randomly<bf16>(float x, u32 random) {
-    u32 bits = __float_as_uint(x);
-    if ((bits & 0x7fffffffu) >= 0x7f800000u) return x;
-    return __uint_as_float((bits + (random & 0xffffu)) & 0xffff0000u);
-}
-
 struct Place {
     int tensor;
     long long begin, end;
@@ -65,11 +37,6 @@ __device__ __forceinline__ Place find_chunk(const UpdateTable& table) {
     }
     long long begin = (long long)((int)blockIdx.x - table.first_block[low]) * CHUNK;
     return {low, begin, min(table.elements[low], begin + CHUNK)};
-}
-
-__device__ __forceinline__ u64 tensor_seed(const UpdateTable& table, int tensor) {
-    u64 seed = (u64)__float_as_uint(table.step[4]) | (u64)__float_as_uint(table.step[5]) << 32;
-    return spread(seed ^ ((u64)table.stream[tensor] * 0xd1b54a32d192ed03ull));
 }
 
 struct Hyper {
@@ -153,7 +120,7 @@ __device__ void adamw_rest(P* param, const P* grad, S* m, S* v, long long i, lon
 // Elements in pieces of eight: wide accesses for every type.
 template <class P, class S> __device__ void adamw(const UpdateTable& table) {
     Place at = find_chunk(table);
-    u64 seed = tensor_seed(table, at.tensor);
+    u64 seed = tensor_seed(table.step, table.stream[at.tensor]);
     float lr = table.step[0];
     Hyper o;
     o.beta1 = table.beta1, o.beta2 = table.beta2, o.eps = table.eps;
@@ -175,7 +142,7 @@ template <class P, class S> __device__ void adamw(const UpdateTable& table) {
 // g = clip grad + wd p; b = momentum b + g; p -= lr b.
 template <class P, class S> __device__ void sgd(const UpdateTable& table) {
     Place at = find_chunk(table);
-    u64 seed = tensor_seed(table, at.tensor);
+    u64 seed = tensor_seed(table.step, table.stream[at.tensor]);
     u32 seed1 = (u32)(seed >> 32);
     float lr = table.step[0], decay = table.weight_decay[at.tensor];
     float grad_scale = table.norm ? table.norm[1] : 1.0f;

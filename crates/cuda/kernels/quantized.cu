@@ -32,10 +32,12 @@ template <class T> __device__ void dequantize(const Quantized& q, T* out) {
     __syncthreads();
     long long begin = (long long)blockIdx.x * CHUNK;
     long long end = min(q.elements, begin + CHUNK);
+    // A part may begin anywhere in the matrix.
+    bool wide = (reinterpret_cast<u64>(out) & 15) == 0;
 #pragma unroll 4
     for (long long i = begin + threadIdx.x * 8; i < end; i += 256 * 8) {
         float scale = scale_of(q, map, offset, i >> 6);
-        if (i + 8 <= end) {
+        if (wide && i + 8 <= end) {
             u32 codes = *reinterpret_cast<const u32*>(q.codes + (i >> 1));
             float v[8];
 #pragma unroll
@@ -50,7 +52,7 @@ template <class T> __device__ void dequantize(const Quantized& q, T* out) {
                 store(out + i, low), store(out + i + 4, high);
             }
         } else {
-            for (long long j = i; j < end; ++j) {
+            for (long long j = i; j < min(end, i + 8); ++j) {
                 int code = q.codes[j >> 1] >> (j & 1 ? 0 : 4) & 15;
                 out[j] = from_float<T>(codebook[code] * scale);
             }

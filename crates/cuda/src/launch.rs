@@ -10,7 +10,7 @@ use crate::error::CudaError;
 use crate::kernels::{Arg, Grid, Kernels, suffix, width};
 use crate::products::{Operands, Product, Products};
 use crate::target::{bias_spans, head_norm_blocks, norm_blocks};
-use crate::{attention, optimizer, quantized};
+use crate::{attention, optimizer, optimizer8bit, quantized};
 
 /// Puts the ops of one program on a stream.
 pub(crate) struct Launcher<'a> {
@@ -100,6 +100,9 @@ impl Launcher<'_> {
         let op = &self.program.ops[at];
         if matches!(op.kind, OpKind::AdamW { .. } | OpKind::Sgd { .. }) {
             return Ok(at + optimizer::updates(self, &self.program.ops[at..end])?);
+        }
+        if matches!(op.kind, OpKind::AdamW8bit { .. }) {
+            return Ok(at + optimizer8bit::updates(self, &self.program.ops[at..end])?);
         }
         self.op(op)?;
         Ok(at + 1)
@@ -273,6 +276,9 @@ impl Launcher<'_> {
             }
             OpKind::AdamW { .. } | OpKind::Sgd { .. } => {
                 optimizer::updates(self, std::slice::from_ref(op)).map(|_| ())
+            }
+            OpKind::AdamW8bit { .. } => {
+                optimizer8bit::updates(self, std::slice::from_ref(op)).map(|_| ())
             }
         }
     }

@@ -17,6 +17,7 @@ mod launch;
 mod library;
 mod nvml;
 mod optimizer;
+mod optimizer8bit;
 mod products;
 mod quantized;
 mod target;

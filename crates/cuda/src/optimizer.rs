@@ -102,7 +102,7 @@ pub(crate) fn grad_norm(
     l.kernels.launch(("reduce", "grad_norm"), l.stream, Grid::line(1, 1024), &args)
 }
 
-fn argument<T>(value: &T) -> *mut c_void {
+pub(crate) fn argument<T>(value: &T) -> *mut c_void {
     ptr::from_ref(value).cast_mut().cast()
 }
 

@@ -107,11 +107,13 @@ pub fn plan_report(
     let tokens = (recipe.batch * recipe.accumulate) as f64
         * if recipe.method == Method::Infer { 1.0 } else { recipe.seq as f64 };
     let parameters = arch.parameters() as u64;
+    let gradients = program.tensors.iter().filter(|t| t.class == Class::Gradient);
+    let trainable = gradients.map(|t| t.elements() as u64).sum();
     let needed = layout.slab_bytes + device.overhead_bytes;
     PlanReport {
         model: arch.name.clone(),
         parameters,
-        trainable_parameters: if recipe.method == Method::Full { parameters } else { 0 },
+        trainable_parameters: trainable,
         peak_bytes: layout.slab_bytes,
         lower_bound_bytes: layout.lower_bound,
         overhead_bytes: device.overhead_bytes,

@@ -74,7 +74,7 @@ impl Planner {
     /// The recipe is impossible for this model.
     pub fn plan(&self, arch: &Architecture, recipe: &Recipe) -> Result<Planned, Stop> {
         let (program, layout) = match recipe.method {
-            Method::Full => {
+            Method::Full | Method::Lora => {
                 let plan = TrainPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?;
                 (plan.train, plan.train_layout)
             }
@@ -130,7 +130,7 @@ impl Planner {
         planned: &PlanReport,
     ) -> Vec<String> {
         let mut lines = Vec::new();
-        if recipe.method == Method::Full {
+        if recipe.method != Method::Infer {
             for level in Recompute::ALL {
                 let with = |batch| Recipe {
                     recompute: RecomputePlan::uniform(level),

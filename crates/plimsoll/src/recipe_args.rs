@@ -2,14 +2,107 @@
 
 use clap::{Args, ValueEnum};
 use plimsoll_arch::{Architecture, DType};
-use plimsoll_program::{AdamW, Decay, Method, Optimizer, Recipe, Recompute, RecomputePlan, Sgd};
+use plimsoll_program::{
+    AdamW, AdamW8bit, Codebook, Decay, Lora, Method, Optimizer, Projection, Quant, Recipe,
+    Recompute, RecomputePlan, Sgd,
+};
 
 use crate::exit::Stop;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum MethodArg {
+    /// Every parameter.
     Full,
+    /// Adapters beside frozen weights.
+    Lora,
+    /// Adapters beside frozen weights in four bits.
+    Qlora,
     Infer,
+}
+
+/// How frozen matrices are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum QuantArg {
+    None,
+    Nf4,
+    /// NF4 with its scales quantized too.
+    Nf4Dq,
+    Fp4,
+    Fp4Dq,
+}
+
+impl QuantArg {
+    pub fn quant(self, head: bool) -> Option<Quant> {
+        let (codebook, double) = match self {
+            QuantArg::None => return None,
+            QuantArg::Nf4 => (Codebook::Nf4, false),
+            QuantArg::Nf4Dq => (Codebook::Nf4, true),
+            QuantArg::Fp4 => (Codebook::Fp4, false),
+            QuantArg::Fp4Dq => (Codebook::Fp4, true),
+        };
+        Some(Quant { codebook, double, head })
+    }
+}
+
+/// Adapters, as PEFT's `LoraConfig` names them.
+#[derive(Clone, Debug, Args)]
+pub struct LoraArgs {
+    /// Rank of the adapters.
+    #[arg(long, default_value_t = 16)]
+    pub lora_rank: usize,
+    /// Adapters are scaled by alpha / rank [default: twice the rank]
+    #[arg(long)]
+    pub lora_alpha: Option<f32>,
+    /// Scale by alpha / sqrt(rank) instead.
+    #[arg(long)]
+    pub rslora: bool,
+    /// Probability with which an adapter's input is dropped in training.
+    #[arg(long, default_value_t = 0.0)]
+    pub lora_dropout: f32,
+    /// Projections that carry adapters: all, or a list such as q_proj,v_proj.
+    #[arg(long, default_value = "all")]
+    pub lora_targets: String,
+    /// Trained in full beside the adapters: embed_tokens, lm_head.
+    #[arg(long, value_delimiter = ',')]
+    pub modules_to_save: Vec<String>,
+}
+
+impl LoraArgs {
+    /// # Errors
+    /// A module is unknown.
+    pub fn lora(&self) -> Result<Lora, Stop> {
+        let mut targets = Vec::new();
+        for name in self.lora_targets.split(',').map(str::trim).filter(|n| !n.is_empty()) {
+            if matches!(name, "all" | "all-linear") {
+                targets.extend(Projection::ALL);
+                continue;
+            }
+            let known = Projection::ALL.into_iter().find(|p| p.name() == name);
+            targets.push(known.ok_or_else(|| {
+                let all = Projection::ALL.map(Projection::name).join(", ");
+                Stop::Input(format!("--lora-targets {name}: the projections are {all}, or all"))
+            })?);
+        }
+        targets.sort();
+        targets.dedup();
+        for name in &self.modules_to_save {
+            if !["embed_tokens", "lm_head"].contains(&name.as_str()) {
+                return Err(Stop::Input(format!(
+                    "--modules-to-save {name}: only embed_tokens and lm_head can be"
+                )));
+            }
+        }
+        let saves = |name: &str| self.modules_to_save.iter().any(|m| m == name);
+        Ok(Lora {
+            rank: self.lora_rank,
+            alpha: self.lora_alpha.unwrap_or(2.0 * self.lora_rank as f32),
+            rslora: self.rslora,
+            dropout: self.lora_dropout,
+            targets,
+            save_embed_tokens: saves("embed_tokens"),
+            save_lm_head: saves("lm_head"),
+        })
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -30,6 +123,8 @@ impl Precision {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OptimizerArg {
     Adamw,
+    /// AdamW with its state in eight bits, as bitsandbytes has it.
+    Adamw8bit,
     Sgd,
 }
 
@@ -91,6 +186,14 @@ pub struct RecipeArgs {
     /// Rows of logits that exist at a time [default: as many as cost no memory]
     #[arg(long)]
     pub loss_rows: Option<usize>,
+    #[command(flatten)]
+    pub lora: LoraArgs,
+    /// How frozen matrices are stored [default: nf4-dq for qlora, else none]
+    #[arg(long, value_enum)]
+    pub quant: Option<QuantArg>,
+    /// Store the head in four bits as well.
+    #[arg(long)]
+    pub quant_head: bool,
 }
 
 /// Sequence length where the user names none.
@@ -113,6 +216,12 @@ impl RecipeArgs {
                 weight_decay: self.weight_decay,
                 state,
             }),
+            OptimizerArg::Adamw8bit => Optimizer::AdamW8bit(AdamW8bit {
+                beta1: self.beta1,
+                beta2: self.beta2,
+                eps: self.eps,
+                weight_decay: self.weight_decay,
+            }),
             OptimizerArg::Sgd => Optimizer::Sgd(Sgd {
                 momentum: self.momentum,
                 weight_decay: self.weight_decay,
@@ -124,9 +233,20 @@ impl RecipeArgs {
         } else {
             self.recompute.parse().map_err(Stop::input)?
         };
+        let default_quant = match self.method {
+            MethodArg::Qlora => QuantArg::Nf4Dq,
+            _ => QuantArg::None,
+        };
+        let quant = self.quant.unwrap_or(default_quant).quant(self.quant_head);
+        if self.method == MethodArg::Qlora && quant.is_none() {
+            return Err(Stop::Input("--method qlora needs four bits: use --method lora".into()));
+        }
+        let adapts = matches!(self.method, MethodArg::Lora | MethodArg::Qlora);
+        let lora = if adapts { Some(self.lora.lora()?) } else { None };
         let recipe = Recipe {
             method: match self.method {
                 MethodArg::Full => Method::Full,
+                MethodArg::Lora | MethodArg::Qlora => Method::Lora,
                 MethodArg::Infer => Method::Infer,
             },
             precision: self.precision.unwrap_or(default).dtype(),
@@ -142,6 +262,8 @@ impl RecipeArgs {
             recompute,
             optimizer_in_backward: self.optimizer_in_backward,
             loss_rows: self.loss_rows,
+            lora,
+            quant,
         };
         recipe.check(arch).map_err(Stop::input)?;
         Ok(recipe)
@@ -172,6 +294,13 @@ impl RecipeArgs {
                     "--{option} {value} is out of range: give {allowed}"
                 )));
             }
+        }
+        let wide = self.optimizer_dtype != Precision::F32;
+        if self.optimizer == OptimizerArg::Adamw8bit && wide {
+            return Err(Stop::Input(
+                "--optimizer adamw8bit has a type of its own for its state: drop --optimizer-dtype"
+                    .into(),
+            ));
         }
         if self.loss_rows == Some(0) {
             return Err(Stop::Input("--loss-rows 0 is out of range: give at least 1".into()));

@@ -238,7 +238,7 @@ fn options_out_of_range_are_named() {
         let seq = if options.contains("--seq") { "" } else { "--seq 32" };
         plimsoll(&format!("train --model plimsoll-tiny {seq} --out {} {options}", out.display()))
     };
-    let cases: [(&str, &[&str]); 31] = [
+    let cases: [(&str, &[&str]); 32] = [
         ("--batch 0", &["--batch 0"]),
         ("--batch 99999999999", &["--batch 99999999999"]),
         ("--batch -1", &["-1"]),
@@ -250,6 +250,7 @@ fn options_out_of_range_are_named() {
         ("--recompute block:", &["block:"]),
         ("--precision f64", &["f64", "bf16"]),
         ("--optimizer lion", &["lion", "adamw"]),
+        ("--optimizer adamw8bit --optimizer-dtype bf16", &["adamw8bit", "--optimizer-dtype"]),
         ("--beta1 1", &["--beta1 1"]),
         ("--beta2 -0.1", &["--beta2"]),
         ("--eps 0", &["--eps 0"]),

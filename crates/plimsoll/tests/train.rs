@@ -277,6 +277,40 @@ fn resume_is_bitwise_with_validation_and_other_options() {
 }
 
 #[test]
+fn resume_is_bitwise_with_8bit_state() {
+    resume_equals("--steps 8 --optimizer adamw8bit --precision bf16", 4);
+    let inside = "--optimizer-in-backward --max-grad-norm 0";
+    resume_equals(&format!("--steps 6 --optimizer adamw8bit {inside}"), 3);
+}
+
+/// Moments in eight bits train as well, and the plan knows what they save.
+#[test]
+fn adamw8bit_follows_adamw_in_a_quarter_of_its_state() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |name: &str| {
+        let out = dir.path().join(name);
+        let recipe = format!("--model plimsoll-tiny --seq 64 --batch 4 --optimizer {name}");
+        let line = format!(
+            "train {recipe} --steps 20 --lr 1e-3 --warmup 2 --out {} --format json",
+            out.display()
+        );
+        let result = plimsoll(&line).ok().json();
+        let planned = result["planned_bytes"].as_f64().unwrap();
+        assert!((result["measured_bytes"].as_f64().unwrap() / planned - 1.0).abs() < 0.02);
+        let plan = plimsoll(&format!("plan {recipe} --precision f32 --format json")).ok().json();
+        let state = plan["by_class"]["optimizer_state"].as_f64().unwrap();
+        (losses(&out), state, plan["parameters"].as_f64().unwrap())
+    };
+    let (wide, wide_state, parameters) = run("adamw");
+    let (narrow, narrow_state, _) = run("adamw8bit");
+    assert_eq!(wide[0], narrow[0]);
+    assert!((mean(&wide[15..]) - mean(&narrow[15..])).abs() < 0.05, "{wide:?} {narrow:?}");
+    assert_eq!(wide_state, 8.0 * parameters);
+    // Two bytes, two scales for 256, and norms in float32.
+    assert!((2.03..2.1).contains(&(narrow_state / parameters)), "{narrow_state} {parameters}");
+}
+
+#[test]
 fn a_resumed_run_must_be_the_same_run() {
     let bench = Bench::new(30);
     let out = bench.out("out");

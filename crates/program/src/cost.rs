@@ -57,6 +57,7 @@ impl Program {
             OpKind::SumLosses { losses, .. } => plain(elements(*losses)),
             OpKind::GradNorm { grads, .. } => plain(grads.iter().map(|g| 2.0 * elements(*g)).sum()),
             OpKind::AdamW { param, .. } => plain(14.0 * elements(*param)),
+            OpKind::AdamW8bit { param, .. } => plain(50.0 * elements(*param)),
             OpKind::Sgd { param, .. } => plain(4.0 * elements(*param)),
             OpKind::Embed { .. } | OpKind::GatherRows { .. } => plain(0.0),
         };

@@ -24,7 +24,7 @@ pub use quantized::{
     quantized_name,
 };
 pub use recipe::{
-    AdamW, Decay, Method, Optimizer, Recipe, RecipeError, Recompute, RecomputePlan, Sgd,
+    AdamW, AdamW8bit, Decay, Method, Optimizer, Recipe, RecipeError, Recompute, RecomputePlan, Sgd,
 };
 pub use tensor::{Class, Home, Tensor, TensorId, View};
 pub use verify::ProgramError;

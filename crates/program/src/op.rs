@@ -189,6 +189,25 @@ pub enum OpKind {
         /// Number of this parameter: separates the random streams.
         stream: u32,
     },
+    /// AdamW with moments in eight bits (bitsandbytes 0.49 `AdamW8bit`): m and v
+    /// are codes of the signed and the unsigned dynamic map, m_absmax and
+    /// v_absmax f32 hold the scale of every 256 of them. bf16 parameters are
+    /// rounded stochastically.
+    AdamW8bit {
+        param: TensorId,
+        grad: TensorId,
+        m: TensorId,
+        v: TensorId,
+        m_absmax: TensorId,
+        v_absmax: TensorId,
+        step: TensorId,
+        norm: Option<TensorId>,
+        beta1: f32,
+        beta2: f32,
+        eps: f32,
+        weight_decay: f32,
+        stream: u32,
+    },
     /// Gradient descent with optional momentum (torch 2.11 `torch.optim.SGD`).
     Sgd {
         param: TensorId,
@@ -396,6 +415,17 @@ impl OpKind {
                     f(*norm, Read);
                 }
             }
+            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, step, norm, .. } => {
+                f(*param, Update);
+                f(*grad, Read);
+                for state in [m, v, m_absmax, v_absmax] {
+                    f(*state, Update);
+                }
+                f(*step, Read);
+                if let Some(norm) = norm {
+                    f(*norm, Read);
+                }
+            }
             OpKind::Sgd { param, grad, velocity, step, norm, .. } => {
                 f(*param, Update);
                 f(*grad, Read);
@@ -437,6 +467,7 @@ impl OpKind {
             OpKind::GatherRows { .. } => "gather_rows",
             OpKind::GradNorm { .. } => "grad_norm",
             OpKind::AdamW { .. } => "adamw",
+            OpKind::AdamW8bit { .. } => "adamw8bit",
             OpKind::Sgd { .. } => "sgd",
         }
     }

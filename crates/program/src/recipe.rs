@@ -153,6 +153,23 @@ impl Default for AdamW {
     }
 }
 
+/// AdamW with both moments in eight bits, blocks of 256 (bitsandbytes 0.49
+/// `AdamW8bit`). Tensors below 4096 elements keep float32 moments.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct AdamW8bit {
+    pub beta1: f32,
+    pub beta2: f32,
+    pub eps: f32,
+    pub weight_decay: f32,
+}
+
+impl Default for AdamW8bit {
+    fn default() -> AdamW8bit {
+        let AdamW { beta1, beta2, eps, weight_decay, .. } = AdamW::default();
+        AdamW8bit { beta1, beta2, eps, weight_decay }
+    }
+}
+
 /// Gradient descent.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Sgd {
@@ -168,6 +185,7 @@ pub struct Sgd {
 #[serde(tag = "name", rename_all = "lowercase")]
 pub enum Optimizer {
     AdamW(AdamW),
+    AdamW8bit(AdamW8bit),
     Sgd(Sgd),
 }
 

@@ -2,6 +2,7 @@
 //! and on each one that a device is given.
 
 use plimsoll_arch::DType;
+use plimsoll_quant::STATE_BLOCK;
 
 use crate::{Access, NESTED_BLOCK, OpKind, Program, QUANT_BLOCK, QuantizedMatrix, TensorId, View};
 
@@ -156,6 +157,14 @@ impl Program {
                 same(*param, *grad)?;
                 same(*param, *m)?;
                 same(*param, *v)
+            }
+            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, .. } => {
+                same(*param, *grad)?;
+                same(*param, *m)?;
+                same(*param, *v)?;
+                let blocks = self.tensor(*param).elements().div_ceil(STATE_BLOCK);
+                width(*m_absmax, blocks)?;
+                width(*v_absmax, blocks)
             }
             OpKind::Sgd { param, grad, .. } => same(*param, *grad),
             _ => Ok(()),

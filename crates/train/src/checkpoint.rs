@@ -253,7 +253,11 @@ impl Session<'_> {
         let mut end = 0;
         for id in self.optimizer_tensors() {
             let t = self.plan.train.tensor(id);
-            let dtype = if t.dtype == DType::Bf16 { "BF16" } else { "F32" };
+            let dtype = match t.dtype {
+                DType::Bf16 => "BF16",
+                DType::U8 => "U8",
+                DType::F32 | DType::I32 => "F32",
+            };
             let offsets = [end, end + t.bytes()];
             end = offsets[1];
             let entry = json!({"dtype": dtype, "shape": t.shape, "data_offsets": offsets});

@@ -154,6 +154,7 @@ impl Session<'_> {
         let correction = |beta: f32| (1.0 - f64::from(beta).powf(step as f64)) as f32;
         let (c1, c2) = match self.plan.recipe.optimizer {
             Optimizer::AdamW(o) => (correction(o.beta1), correction(o.beta2)),
+            Optimizer::AdamW8bit(o) => (correction(o.beta1), correction(o.beta2)),
             Optimizer::Sgd(_) => (1.0, 1.0),
         };
         let scalars = StepScalars {

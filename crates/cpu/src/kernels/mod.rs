@@ -22,6 +22,7 @@ pub mod gemm;
 mod loss;
 mod norm;
 mod optimizer;
+mod optimizer8bit;
 mod parallel;
 mod quantized;
 mod rope;
@@ -45,6 +46,7 @@ pub use norm::{
     rms_norm_backward, rms_norm_backward_workspace, rms_norm_forward,
 };
 pub use optimizer::{AdamW, Rounding, adamw, sgd};
+pub use optimizer8bit::adamw8bit;
 pub use quantized::{QuantizedSlice, Scales, dequantize};
 pub use rope::rope;
 pub use swiglu::{swiglu_backward, swiglu_backward_in_place, swiglu_forward};

@@ -40,7 +40,7 @@ impl Rounding {
     }
 
     /// Bits for the piece of elements that starts at `offset`.
-    fn piece(self, offset: usize) -> [u32; 2] {
+    pub(super) fn piece(self, offset: usize) -> [u32; 2] {
         let high = ((offset as u64) >> 32) as u32;
         [self.seed[0] ^ high.wrapping_mul(0x9e37_79b9), self.seed[1].wrapping_add(offset as u32)]
     }
@@ -48,7 +48,7 @@ impl Rounding {
 
 /// 32 random bits of a counter: two rounds of multiply and xor-shift, keyed.
 #[inline(always)]
-fn random(seed: [u32; 2], i: u32) -> u32 {
+pub(super) fn random(seed: [u32; 2], i: u32) -> u32 {
     let mut x = i.wrapping_add(seed[1]);
     x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d) ^ seed[0];
     x = (x ^ (x >> 15)).wrapping_mul(0x846c_a68b);

@@ -76,6 +76,7 @@ impl<D: Device> Bench<D> {
                 match dtype {
                     DType::Bf16 => fill(bytemuck::cast_slice_mut(bytes), values, bf16::from_f32),
                     DType::I32 => fill(bytemuck::cast_slice_mut(bytes), values, |x| x as i32),
+                    DType::U8 => fill(bytes, values, |x| x as u8),
                     _ => fill(bytemuck::cast_slice_mut(bytes), values, |x| x),
                 }
                 Ok(())
@@ -97,7 +98,8 @@ impl<D: Device> Bench<D> {
                     DType::I32 => {
                         bytemuck::cast_slice::<u8, i32>(bytes).iter().map(|x| *x as f32).collect()
                     }
-                    _ => bytemuck::cast_slice::<u8, f32>(bytes).to_vec(),
+                    DType::U8 => bytes.iter().map(|x| f32::from(*x)).collect(),
+                    DType::F32 => bytemuck::cast_slice::<u8, f32>(bytes).to_vec(),
                 };
                 Ok(())
             })

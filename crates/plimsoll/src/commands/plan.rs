@@ -40,7 +40,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
     };
     let default = if args.gpu.is_some() { Precision::Bf16 } else { Precision::F32 };
     let mut recipe = args.recipe.recipe(&arch, default)?;
-    if args.recipe.recompute_is_auto() && args.recipe.method == MethodArg::Full {
+    if args.recipe.recompute_is_auto() && args.recipe.method != MethodArg::Infer {
         recipe = planner.with_least_recompute(&arch, &recipe)?;
     }
     let planned = planner.plan(&arch, &recipe)?;

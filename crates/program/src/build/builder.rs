@@ -1,6 +1,7 @@
 //! The pen that programs are written with: it makes tensors and appends ops.
 
 use plimsoll_arch::{Architecture, DType};
+use plimsoll_quant::{MIN_8BIT_ELEMENTS, STATE_BLOCK};
 
 use crate::{
     AttentionShape, Class, Home, NESTED_BLOCK, Nested, Op, OpKind, Optimizer, PRODUCTS, Phase,
@@ -83,7 +84,8 @@ pub(super) struct Inputs {
 /// Gradient and optimizer state of one parameter.
 pub(super) struct Training {
     pub gradient: TensorId,
-    /// Moments of AdamW, or the velocity of gradient descent.
+    /// Moments of AdamW, with their scales where they are in eight bits; or the
+    /// velocity of gradient descent.
     pub state: Vec<TensorId>,
 }
 
@@ -264,15 +266,7 @@ impl<'a> Builder<'a> {
             let name = self.name(param.value).to_owned();
             let gradient =
                 self.tensor(format!("d_{name}"), &shape, self.recipe.precision, Class::Gradient);
-            let (names, dtype): (&[&str], DType) = match &self.recipe.optimizer {
-                Optimizer::AdamW(o) => (&["m", "v"], o.state),
-                Optimizer::Sgd(o) if o.momentum != 0.0 => (&["velocity"], o.state),
-                Optimizer::Sgd(o) => (&[], o.state),
-            };
-            let state = names
-                .iter()
-                .map(|s| self.resident(format!("{s}.{name}"), &shape, dtype, Class::OptimizerState))
-                .collect();
+            let state = self.optimizer_state(&name, &shape);
             self.training.push(Some(Training { gradient, state }));
         }
         model
@@ -311,6 +305,41 @@ impl<'a> Builder<'a> {
     /// Gradients of everything that is trained.
     pub fn gradients(&self) -> Vec<TensorId> {
         self.training.iter().flatten().map(|t| t.gradient).collect()
+    }
+
+    /// Elements of the smallest tensor of a checkpoint that lies in a parameter:
+    /// bitsandbytes, which sees those, keeps at least that one's state in float32.
+    fn smallest_part(&self, name: &str, shape: &[usize]) -> usize {
+        let parts = parts_of(self.arch, name).map(|p| p.shape.iter().product());
+        let adapter = || match (&self.recipe.lora, shape) {
+            (Some(lora), &[_, inputs]) if name.ends_with(".lora_a") => lora.rank * inputs,
+            _ => shape.iter().product(),
+        };
+        parts.min().unwrap_or_else(adapter)
+    }
+
+    fn optimizer_state(&mut self, name: &str, shape: &[usize]) -> Vec<TensorId> {
+        let blocks = [shape.iter().product::<usize>().div_ceil(STATE_BLOCK)];
+        let tensors: Vec<(&str, &[usize], DType)> = match &self.recipe.optimizer {
+            Optimizer::AdamW(o) => vec![("m", shape, o.state), ("v", shape, o.state)],
+            Optimizer::AdamW8bit(_) if self.smallest_part(name, shape) < MIN_8BIT_ELEMENTS => {
+                vec![("m", shape, DType::F32), ("v", shape, DType::F32)]
+            }
+            Optimizer::AdamW8bit(_) => vec![
+                ("m", shape, DType::U8),
+                ("v", shape, DType::U8),
+                ("m_absmax", &blocks, DType::F32),
+                ("v_absmax", &blocks, DType::F32),
+            ],
+            Optimizer::Sgd(o) if o.momentum != 0.0 => vec![("velocity", shape, o.state)],
+            Optimizer::Sgd(_) => Vec::new(),
+        };
+        let class = Class::OptimizerState;
+        let mut state = Vec::with_capacity(tensors.len());
+        for (kind, shape, dtype) in tensors {
+            state.push(self.resident(format!("{kind}.{name}"), shape, dtype, class));
+        }
+        state
     }
 
     /// The parameters alone.
@@ -433,8 +462,7 @@ fn parts_of(arch: &Architecture, name: &str) -> impl Iterator<Item = WeightPart>
     weight_parts(&one_layer).into_iter().filter(move |part| part.tensor == first)
 }
 
-/// Shape of a parameter of the program: the parts of a checkpoint that fill it,
-/// laid one below the other.
+/// Shape of a parameter of the program: its parts, laid one below the other.
 fn param_shape(arch: &Architecture, name: &str) -> Vec<usize> {
     let mut shape: Vec<usize> = Vec::new();
     for part in parts_of(arch, name) {

@@ -1,7 +1,7 @@
 //! Updates of the parameters: all at the end, or each inside backward.
 
 use super::builder::{Builder, Model, Param};
-use crate::{Decay, OpKind, Optimizer, Phase};
+use crate::{AdamW, AdamW8bit, Decay, OpKind, Optimizer, Phase};
 
 /// Clips by the global norm where the recipe says so, then updates everything.
 pub(super) fn update_all(b: &mut Builder, model: &Model) {
@@ -30,12 +30,14 @@ fn update(b: &mut Builder, param: Param) {
     let Some(training) = b.training(param) else { return };
     let (param, grad, stream) = (param.value, training.gradient, param.index as u32);
     let (step, norm) = (b.inputs.step, b.recipe.max_grad_norm.map(|_| b.grad_norm));
-    let kind = match b.recipe.optimizer {
-        Optimizer::AdamW(o) => OpKind::AdamW {
+    let kind = match (b.recipe.optimizer, &*training.state) {
+        (Optimizer::AdamW8bit(o), &[m, v, m_absmax, v_absmax]) => OpKind::AdamW8bit {
             param,
             grad,
-            m: training.state[0],
-            v: training.state[1],
+            m,
+            v,
+            m_absmax,
+            v_absmax,
             step,
             norm,
             beta1: o.beta1,
@@ -44,10 +46,27 @@ fn update(b: &mut Builder, param: Param) {
             weight_decay: decay(o.weight_decay),
             stream,
         },
-        Optimizer::Sgd(o) => OpKind::Sgd {
+        (
+            Optimizer::AdamW(AdamW { beta1, beta2, eps, weight_decay, .. })
+            | Optimizer::AdamW8bit(AdamW8bit { beta1, beta2, eps, weight_decay }),
+            state,
+        ) => OpKind::AdamW {
             param,
             grad,
-            velocity: training.state.first().copied(),
+            m: state[0],
+            v: state[1],
+            step,
+            norm,
+            beta1,
+            beta2,
+            eps,
+            weight_decay: decay(weight_decay),
+            stream,
+        },
+        (Optimizer::Sgd(o), state) => OpKind::Sgd {
+            param,
+            grad,
+            velocity: state.first().copied(),
             step,
             norm,
             momentum: o.momentum,

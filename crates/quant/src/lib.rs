@@ -1,0 +1,12 @@
+//! Numbers in few bits, as bitsandbytes 0.49 stores them: 8-bit optimizer state.
+//!
+//! A tensor is cut into blocks of consecutive elements; each block is scaled by
+//! its largest magnitude (`absmax`, float32) and every element becomes the index
+//! of the nearest entry of a small table. Everything here is equal to the
+//! reference bit for bit, on plain slices, and allocates nothing.
+
+mod adamw8bit;
+mod dynamic;
+
+pub use adamw8bit::{AdamW8bit, MIN_8BIT_ELEMENTS, STATE_BLOCK, State8bit, adamw8bit};
+pub use dynamic::{Cells, DynamicMap};
