@@ -12,6 +12,7 @@ mod interrupt;
 mod measuring;
 mod model_source;
 mod planning;
+mod profiles;
 mod recipe_args;
 mod units;
 

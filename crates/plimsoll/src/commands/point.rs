@@ -53,7 +53,7 @@ pub fn run(args: &PointArgs) -> Outcome {
     let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
     let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?.train;
     let planned = plan.slab_bytes() + planner.device.overhead_bytes;
-    let planned_seconds = schedule(&plan.train, recipe.precision, &planner.device).step_seconds;
+    let planned_seconds = schedule(&plan.train, &planner.device).step_seconds;
 
     let limit = planner.memory.unwrap_or(u64::MAX);
     // On the CPU the process itself lives in the same memory.
