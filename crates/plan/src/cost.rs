@@ -11,6 +11,9 @@ use crate::profile::{DeviceProfile, Orientation};
 /// Updates that one launch takes together (as `plimsoll_cuda` does).
 pub(crate) const UPDATES_A_LAUNCH: usize = 64;
 
+/// Tokens that an attention kernel takes at once.
+const TILE: f64 = 128.0;
+
 /// The family of an op that has a curve, and the type of its elements; none for
 /// products and attention.
 pub fn stream_family(program: &Program, kind: &OpKind) -> Option<(&'static str, DType)> {
@@ -52,10 +55,15 @@ impl DeviceProfile {
     ///
     /// # Panics
     /// `ops` is empty.
-    pub(crate) fn launch_seconds(&self, program: &Program, ops: &[Op]) -> (usize, f64) {
+    pub(crate) fn launch_seconds(
+        &self,
+        program: &Program,
+        ops: &[Op],
+        document_tokens: Option<f64>,
+    ) -> (usize, f64) {
         let is_update = |op: &Op| matches!(op.kind, OpKind::AdamW { .. } | OpKind::Sgd { .. });
         if !is_update(&ops[0]) {
-            return (1, self.op_seconds(program, &ops[0]));
+            return (1, self.op_seconds(program, &ops[0], document_tokens));
         }
         let family = stream_family(program, &ops[0].kind);
         let together = ops
@@ -67,8 +75,8 @@ impl DeviceProfile {
         (together, self.stream_seconds(family, bytes))
     }
 
-    /// Seconds of one op.
-    pub fn op_seconds(&self, program: &Program, op: &Op) -> f64 {
+    /// Seconds of one op; `document_tokens` as in [`crate::schedule`].
+    pub fn op_seconds(&self, program: &Program, op: &Op, document_tokens: Option<f64>) -> f64 {
         let dtype = |v: &View| program.tensor(v.tensor).dtype;
         let view_bytes = |v: &View| (v.elements() * dtype(v).bytes()) as f64;
         // An operand that the product adds to its result is one more to read.
@@ -90,10 +98,12 @@ impl DeviceProfile {
                     + added(accumulate.then_some(d_w))
             }
             OpKind::Attention { qkv, shape, .. } => {
-                self.attention_seconds(program.tensor(*qkv).dtype, shape, shape.seq, false)
+                let dtype = program.tensor(*qkv).dtype;
+                self.attention_seconds(dtype, shape, document_tokens, false)
             }
             OpKind::AttentionBackward { qkv, shape, .. } => {
-                self.attention_seconds(program.tensor(*qkv).dtype, shape, shape.seq, true)
+                let dtype = program.tensor(*qkv).dtype;
+                self.attention_seconds(dtype, shape, document_tokens, true)
             }
             kind => self.stream_seconds(stream_family(program, kind), program.work(op).bytes),
         }
@@ -107,13 +117,14 @@ impl DeviceProfile {
         }
     }
 
-    /// Causal attention over `seq` positions: the table of its head size, or of
-    /// the kernels that take every size; a window takes its share of the pairs.
+    /// Causal attention: the table of its head size, or of the kernels that take
+    /// every size. A window takes its share of the pairs; rows of documents are as
+    /// many rows of their length, which kernels see in tiles.
     fn attention_seconds(
         &self,
         dtype: DType,
         shape: &AttentionShape,
-        seq: usize,
+        document_tokens: Option<f64>,
         backward: bool,
     ) -> f64 {
         let entries = self.attention.of(dtype);
@@ -130,11 +141,15 @@ impl DeviceProfile {
             .or_else(|| nearest(true))
             .or_else(|| nearest(false))
             .expect("a settled profile has attention");
-        let all = AttentionShape { window: None, ..*shape };
-        let pairs = shape.pairs() / all.pairs();
+        let row = shape.seq as f64;
+        let seq = document_tokens.unwrap_or(row).max(TILE).min(row);
+        let heads = (shape.batch * shape.heads) as f64 * row / seq;
+        let window = shape.window.map_or(seq, |w| (w as f64).min(seq));
+        let pairs = (window * (window + 1.0) / 2.0 + (seq - window) * window)
+            / (seq * (seq + 1.0) / 2.0);
         let width = shape.head_dim as f64 / entry.head_dim as f64;
         let launch = 1e-6 * self.launch_us;
-        let whole = entry.seconds(backward, seq, shape.batch * shape.heads);
+        let whole = entry.seconds(backward, seq, heads);
         launch.min(whole) + (whole - launch).max(0.0) * pairs * width
     }
 }

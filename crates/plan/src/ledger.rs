@@ -111,7 +111,7 @@ fn class_index(class: Class) -> usize {
     Class::ALL.iter().position(|c| *c == class).expect("ALL has every class")
 }
 
-/// Puts a plan into words and numbers.
+/// Puts a plan into words and numbers; `document_tokens` as in [`schedule`].
 pub fn plan_report(
     arch: &Architecture,
     recipe: &Recipe,
@@ -119,8 +119,9 @@ pub fn plan_report(
     layout: &Layout,
     device: &DeviceProfile,
     memory_bytes: Option<u64>,
+    document_tokens: Option<f64>,
 ) -> PlanReport {
-    let schedule = schedule(program, device);
+    let schedule = schedule(program, device, document_tokens);
     let mut by_class: BTreeMap<Class, u64> = BTreeMap::new();
     let mut largest: Vec<Live> = Vec::new();
     for (tensor, life) in program.tensors.iter().zip(&layout.lifetimes) {

@@ -182,9 +182,9 @@ pub struct Attention {
 
 impl Attention {
     /// Seconds of one causal attention with this head size.
-    pub fn seconds(&self, backward: bool, seq: usize, heads: usize) -> f64 {
+    pub fn seconds(&self, backward: bool, seq: f64, heads: f64) -> f64 {
         let table = if backward { &self.backward_us } else { &self.forward_us };
-        1e-6 * interpolate([&self.seqs, &self.heads], table, [seq as f64, heads as f64])
+        1e-6 * interpolate([&self.seqs, &self.heads], table, [seq, heads])
     }
 }
 

@@ -29,7 +29,15 @@ pub struct Schedule {
 
 /// Simulates one step on a device. Every op of today's programs runs on the
 /// compute lane, one after the other.
-pub fn schedule(program: &Program, device: &DeviceProfile) -> Schedule {
+///
+/// `document_tokens` is how long the documents of a row are, where attention stays
+/// within them: the mean over all tokens of the length of a token's own document.
+/// None is one document a row, the most that attention can cost.
+pub fn schedule(
+    program: &Program,
+    device: &DeviceProfile,
+    document_tokens: Option<f64>,
+) -> Schedule {
     let mut ops = Vec::with_capacity(program.ops.len());
     let (mut arithmetic_seconds, mut memory_seconds) = (0.0, 0.0);
     let peak = PerType {
@@ -39,7 +47,7 @@ pub fn schedule(program: &Program, device: &DeviceProfile) -> Schedule {
     for section in &program.sections {
         let mut rest = &program.ops[section.ops.clone()];
         while !rest.is_empty() {
-            let (count, seconds) = device.launch_seconds(program, rest);
+            let (count, seconds) = device.launch_seconds(program, rest, document_tokens);
             let (now, later) = rest.split_at(count);
             let total: f64 = now.iter().map(|op| program.work(op).bytes).sum();
             for op in now {

@@ -22,6 +22,8 @@ pub struct Planner {
     pub target: Box<dyn Target>,
     /// Memory that the plan must fit in, where one was given.
     pub memory: Option<u64>,
+    /// Length of the documents of a row, as in [`plimsoll_plan::schedule`].
+    pub document_tokens: Option<f64>,
 }
 
 impl Planner {
@@ -50,7 +52,7 @@ impl Planner {
                 Box::new(CpuTarget { threads: device.threads.unwrap_or_else(crate::threads) })
             }
         };
-        Planner { device, target, memory }
+        Planner { device, target, memory, document_tokens: None }
     }
 
     /// The device that a command runs on, with all its memory or less.
@@ -66,7 +68,8 @@ impl Planner {
                 let info = device_info(0).map_err(Stop::input)?;
                 let profile = profiles::present_gpu(&info)?;
                 let profile = DeviceProfile { name: info.name, memory_bytes: own, ..profile };
-                Ok(Planner { device: profile, target: device.target(), memory })
+                let target = device.target();
+                Ok(Planner { device: profile, target, memory, document_tokens: None })
             }
         }
     }
@@ -77,7 +80,8 @@ impl Planner {
     /// Its profile in the user's folder is none.
     pub fn cpu(threads: usize, memory: Option<u64>) -> Result<Planner, Stop> {
         let device = profiles::cpu(threads)?;
-        Ok(Planner { device, target: Box::new(CpuTarget { threads }), memory })
+        let target = Box::new(CpuTarget { threads });
+        Ok(Planner { device, target, memory, document_tokens: None })
     }
 
     /// The plan of a recipe.
@@ -94,7 +98,9 @@ impl Planner {
                 InferPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?.decode
             }
         };
-        let report = plan_report(arch, recipe, &program, &layout, &self.device, self.memory);
+        let (memory, documents) = (self.memory, self.document_tokens);
+        let report =
+            plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
         Ok(Planned { program, layout, report })
     }
 

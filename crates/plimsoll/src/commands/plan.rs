@@ -30,6 +30,10 @@ pub struct PlanArgs {
     /// Another device: a profile that `plimsoll calibrate` wrote.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["gpu", "device"])]
     pub profile: Option<PathBuf>,
+    /// Length of the documents that share a row, for the seconds of attention: the
+    /// mean, over all tokens, of that of a token's own document [default: the row's]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub document_tokens: Option<u64>,
     /// What the device costs an hour [default: of a GPU, a list price of the catalogue]
     #[arg(long, value_name = "USD_PER_HOUR", value_parser = parse_price)]
     pub price: Option<f64>,
@@ -45,12 +49,13 @@ pub struct PlanArgs {
 
 pub fn run(args: &PlanArgs) -> Outcome {
     let arch = open_architecture(&args.model)?;
-    let planner = match (&args.gpu, &args.profile, args.device) {
+    let mut planner = match (&args.gpu, &args.profile, args.device) {
         (Some(name), ..) => Planner::gpu(name, args.memory)?,
         (_, Some(path), _) => Planner::profile(path, args.memory)?,
         (.., Some(device)) => Planner::device(device, args.memory)?,
         _ => Planner::cpu(crate::threads(), args.memory)?,
     };
+    planner.document_tokens = args.document_tokens.map(|n| n as f64);
     let default = match planner.device.kind {
         DeviceKind::Cuda => Precision::Bf16,
         DeviceKind::Cpu => Precision::F32,

@@ -53,7 +53,8 @@ pub fn run(args: &PointArgs) -> Outcome {
     let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
     let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?.train;
     let planned = plan.slab_bytes() + planner.device.overhead_bytes;
-    let planned_seconds = schedule(&plan.train, &planner.device).step_seconds;
+    let documents = document_tokens(&rows);
+    let planned_seconds = schedule(&plan.train, &planner.device, Some(documents)).step_seconds;
 
     let limit = planner.memory.unwrap_or(u64::MAX);
     // On the CPU the process itself lives in the same memory.
@@ -104,6 +105,22 @@ pub fn run(args: &PointArgs) -> Outcome {
     });
     outln!("{result}");
     Ok(())
+}
+
+/// The length of a token's own document, over the tokens of the first batches.
+fn document_tokens(rows: &PackedBatches) -> f64 {
+    let (mut tokens, mut before) = (0u64, 0u64);
+    for n in 0..16 {
+        let batch = rows.batch(n);
+        for (start, position) in batch.doc_start.chunks(batch.seq_len).flat_map(|row| {
+            row.iter().enumerate().map(|(i, start)| (*start as u64, i as u64))
+        }) {
+            tokens += 1;
+            before += position.saturating_sub(start) + 1;
+        }
+    }
+    // A document of n tokens has n (n + 1) / 2 pairs.
+    (2.0 * before as f64 / tokens.max(1) as f64 - 1.0).max(1.0)
 }
 
 /// Runs the warm-up and the timed steps; the last loss, and sorted seconds.
