@@ -84,8 +84,7 @@ impl DeviceProfile {
         match &op.kind {
             OpKind::Linear { x, w, add, y, .. } => {
                 let products = self.products.of(dtype(w));
-                products.seconds(Orientation::Forward, y.rows, y.cols, x.cols)
-                    + added(add.as_ref())
+                products.seconds(Orientation::Forward, y.rows, y.cols, x.cols) + added(add.as_ref())
             }
             OpKind::LinearBackwardInput { d_y, w, d_x, accumulate } => {
                 let products = self.products.of(dtype(w));
@@ -145,8 +144,8 @@ impl DeviceProfile {
         let seq = document_tokens.unwrap_or(row).max(TILE).min(row);
         let heads = (shape.batch * shape.heads) as f64 * row / seq;
         let window = shape.window.map_or(seq, |w| (w as f64).min(seq));
-        let pairs = (window * (window + 1.0) / 2.0 + (seq - window) * window)
-            / (seq * (seq + 1.0) / 2.0);
+        let pairs =
+            (window * (window + 1.0) / 2.0 + (seq - window) * window) / (seq * (seq + 1.0) / 2.0);
         let width = shape.head_dim as f64 / entry.head_dim as f64;
         let launch = 1e-6 * self.launch_us;
         let whole = entry.seconds(backward, seq, heads);

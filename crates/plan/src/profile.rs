@@ -108,7 +108,7 @@ pub struct Products {
 }
 
 /// Which operands of a product are stored transposed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Orientation {
     Forward,
     BackwardInput,
@@ -139,13 +139,7 @@ impl Products {
     }
 
     /// Seconds of a product with a (rows, cols) result summed over `inner`.
-    pub fn seconds(
-        &self,
-        orientation: Orientation,
-        rows: usize,
-        cols: usize,
-        inner: usize,
-    ) -> f64 {
+    pub fn seconds(&self, orientation: Orientation, rows: usize, cols: usize, inner: usize) -> f64 {
         let axes: [&[f64]; 3] = [&self.short, &self.long, &self.inner];
         let sizes = [rows.min(cols), rows.max(cols), inner].map(|n| n as f64);
         1e-6 * interpolate(axes, self.table(orientation), sizes)
@@ -270,9 +264,11 @@ impl DeviceProfile {
             return Err(ProfileError::Format { path: path.to_owned(), found });
         }
         let profile: DeviceProfile = serde_json::from_value(value).map_err(json)?;
-        profile
-            .settled()
-            .map_err(|(field, what)| ProfileError::Field { path: path.to_owned(), field, what })
+        profile.settled().map_err(|(field, what)| ProfileError::Field {
+            path: path.to_owned(),
+            field,
+            what,
+        })
     }
 
     /// Writes the profile, whole or not at all, and its folder.

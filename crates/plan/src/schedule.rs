@@ -40,10 +40,8 @@ pub fn schedule(
 ) -> Schedule {
     let mut ops = Vec::with_capacity(program.ops.len());
     let (mut arithmetic_seconds, mut memory_seconds) = (0.0, 0.0);
-    let peak = PerType {
-        bf16: device.products.bf16.best_rate(),
-        f32: device.products.f32.best_rate(),
-    };
+    let peak =
+        PerType { bf16: device.products.bf16.best_rate(), f32: device.products.f32.best_rate() };
     for section in &program.sections {
         let mut rest = &program.ops[section.ops.clone()];
         while !rest.is_empty() {

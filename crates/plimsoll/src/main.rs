@@ -46,6 +46,8 @@ enum Command {
     Sweep(Box<commands::sweep::SweepArgs>),
     /// Charts, fits and conclusions from the points of sweeps.
     Report(commands::report::ReportArgs),
+    /// Measure this machine's GPU or CPU, for planned seconds that hold here.
+    Calibrate(commands::calibrate::CalibrateArgs),
     /// One point of a sweep, in a process of its own.
     #[command(hide = true)]
     Point(Box<commands::point::PointArgs>),
@@ -76,6 +78,7 @@ fn main() -> ExitCode {
         Command::Chat(args) => commands::chat::run(args),
         Command::Sweep(args) => commands::sweep::run(args),
         Command::Report(args) => commands::report::run(args),
+        Command::Calibrate(args) => commands::calibrate::run(args),
         Command::Point(args) => commands::point::run(args),
     };
     match outcome {

@@ -99,8 +99,7 @@ impl Planner {
             }
         };
         let (memory, documents) = (self.memory, self.document_tokens);
-        let report =
-            plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
+        let report = plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
         Ok(Planned { program, layout, report })
     }
 

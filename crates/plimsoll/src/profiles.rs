@@ -6,9 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use plimsoll_cuda::{DeviceInfo, device_info};
-use plimsoll_plan::{
-    DeviceKind, DeviceProfile, closest_gpu, cpu_profile, gpu, gpu_names,
-};
+use plimsoll_plan::{DeviceKind, DeviceProfile, closest_gpu, cpu_profile, gpu, gpu_names};
 
 use crate::exit::Stop;
 
@@ -122,8 +120,10 @@ mod tests {
     #[test]
     fn names_become_file_names() {
         assert_eq!(slug("NVIDIA RTX 6000 Ada Generation"), "nvidia-rtx-6000-ada-generation");
-        assert_eq!(slug("AMD EPYC 7763 64-Core Processor, 2 threads"),
-            "amd-epyc-7763-64-core-processor-2-threads");
+        assert_eq!(
+            slug("AMD EPYC 7763 64-Core Processor, 2 threads"),
+            "amd-epyc-7763-64-core-processor-2-threads"
+        );
         assert_eq!(slug("../../etc/passwd"), "etc-passwd");
     }
 }

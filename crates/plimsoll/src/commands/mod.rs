@@ -1,5 +1,6 @@
 //! One file a command.
 
+pub mod calibrate;
 pub mod chat;
 pub mod evaluate;
 pub mod generate;

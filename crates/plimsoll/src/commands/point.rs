@@ -112,9 +112,11 @@ fn document_tokens(rows: &PackedBatches) -> f64 {
     let (mut tokens, mut before) = (0u64, 0u64);
     for n in 0..16 {
         let batch = rows.batch(n);
-        for (start, position) in batch.doc_start.chunks(batch.seq_len).flat_map(|row| {
-            row.iter().enumerate().map(|(i, start)| (*start as u64, i as u64))
-        }) {
+        for (start, position) in batch
+            .doc_start
+            .chunks(batch.seq_len)
+            .flat_map(|row| row.iter().enumerate().map(|(i, start)| (*start as u64, i as u64)))
+        {
             tokens += 1;
             before += position.saturating_sub(start) + 1;
         }
