@@ -347,6 +347,8 @@ impl<'a> Bed<'a> {
         let offset = self.grid.source_bytes;
         let pieces = (self.grid.sink_bytes as usize / PIECE).clamp(1, 32);
         let limit = Duration::from_millis(400);
+        // Memory that was never written is slow to write.
+        self.fill(offset, (pieces * PIECE) as u64, Random::Signed)?;
         let mut rates = [0.0; 2];
         for (direction, rate) in rates.iter_mut().enumerate() {
             self.wait()?;

@@ -155,6 +155,7 @@ impl Grid {
             source_bytes: 64 << 20,
             sink_bytes: 64 << 20,
             workspace_bytes: 32 << 20,
+            check: ("plimsoll-tiny", 1, 64),
             ..Grid::cpu()
         }
     }
