@@ -6,7 +6,7 @@ use plimsoll_arch::DType;
 use plimsoll_plan::{ALIGNMENT, Device, DeviceError, DeviceKind, Layout, Placement};
 use plimsoll_program::{Class, OpKind, Program, Target};
 
-use crate::case::{Case, Fill, STREAMS, step_words};
+use crate::case::{Case, Fill, STREAMS, each_op, step_words};
 use crate::grid::Grid;
 
 /// Pieces in which random bytes go up: they fit a device's staging buffer.
@@ -33,8 +33,68 @@ pub(crate) struct Bed<'a> {
     pub target: &'a dyn Target,
     pub grid: &'a Grid,
     kind: DeviceKind,
+    parts: Parts,
     /// bf16 numbers; as float32, each pair is one number with more digits.
     random: Vec<u16>,
+}
+
+/// How large the parts of the slab are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Parts {
+    source: u64,
+    sink: u64,
+    workspace: u64,
+    indices: u64,
+}
+
+impl Parts {
+    /// What every op of a grid finds room in.
+    pub fn of(grid: &Grid, target: &dyn Target) -> Parts {
+        let mut parts =
+            Parts { source: grid.source_bytes, sink: grid.sink_bytes, ..Parts::default() };
+        each_op(grid, &mut |make| {
+            let one = Case::repeat(target, 1, make);
+            let copies = grid.copies_of(&one) as u64;
+            let need = one.needs();
+            parts.source = parts.source.max(need.source);
+            parts.sink = parts.sink.max(need.sink);
+            parts.workspace = parts.workspace.max(need.workspace);
+            // Those of one copy must survive the results of the others.
+            parts.indices = parts.indices.max(copies * need.indices);
+        });
+        parts
+    }
+
+    pub fn slab_bytes(self) -> u64 {
+        self.source + self.sink + self.workspace + self.indices
+    }
+}
+
+impl Case {
+    /// Bytes of the operands, by part.
+    fn needs(&self) -> Parts {
+        let mut needs = Parts::default();
+        for (tensor, fill) in self.program.tensors.iter().zip(&self.fills) {
+            let part = match (tensor.class, region(fill)) {
+                (Class::Workspace, _) => &mut needs.workspace,
+                (_, Region::Source) => &mut needs.source,
+                (_, Region::Sink) => &mut needs.sink,
+                (_, Region::Indices) => &mut needs.indices,
+            };
+            *part += tensor.bytes().next_multiple_of(ALIGNMENT);
+        }
+        needs
+    }
+}
+
+impl Grid {
+    /// How many copies of an op make a section: so many that no cache holds the
+    /// operands of one until they are read again, and that launching costs little.
+    fn copies_of(&self, one: &Case) -> usize {
+        let needs = one.needs();
+        let wanted = self.rotation / (needs.source + needs.sink).max(1);
+        (wanted as usize).clamp(self.least_copies, self.copies)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,7 +153,7 @@ impl<'a> Bed<'a> {
             ((x + 0x8000) >> 16) as u16
         };
         let random = (0..PIECE / 2).map(|_| number()).collect();
-        Bed { device, target, grid, kind, random }
+        Bed { device, target, grid, kind, parts: Parts::of(grid, target), random }
     }
 
     /// Random numbers.
@@ -125,7 +185,7 @@ impl<'a> Bed<'a> {
 
     /// Fills the part that is only read.
     pub fn fill_sources(&mut self) -> Result<(), DeviceError> {
-        self.fill(0, self.grid.source_bytes, Random::Signed)
+        self.fill(0, self.parts.source, Random::Signed)
     }
 
     /// Seconds from writing a step's scalars to having read its loss, around one
@@ -137,7 +197,7 @@ impl<'a> Bed<'a> {
         let mut times = Vec::new();
         for _ in 0..64 {
             let start = Instant::now();
-            self.words(self.grid.source_bytes + self.grid.sink_bytes, &step_words())?;
+            self.words(self.parts.source, &step_words())?;
             self.device.run(&case.program, &layout, 0)?;
             self.wait()?;
             times.push(start.elapsed().as_secs_f64());
@@ -159,10 +219,7 @@ impl<'a> Bed<'a> {
     ) -> Result<(f64, f64), DeviceError> {
         let one = Case::repeat(self.target, 1, make);
         let work = one.program.work(&one.program.ops[0]);
-        let touched: u64 = one.program.tensors.iter().map(|t| t.bytes()).sum();
-        let wanted = (self.grid.rotation / touched.max(1)) as usize;
-        // Many small ops go into one section, so that launching it costs nothing.
-        let copies = wanted.clamp(self.grid.least_copies, self.grid.copies);
+        let copies = self.grid.copies_of(&one);
         let case = Case::repeat(self.target, copies, make);
         let layout = self.place(&case);
         self.prepare(&case, &layout, false)?;
@@ -228,12 +285,12 @@ impl<'a> Bed<'a> {
     /// An address for every tensor. Copies that find no room share that of earlier
     /// ones, which nothing waits for any more.
     fn place(&self, case: &Case) -> Layout {
-        let grid = self.grid;
-        let mut source = Part { start: 0, bytes: grid.source_bytes, used: 0 };
-        let mut sink = Part { start: grid.source_bytes, bytes: grid.sink_bytes, used: 0 };
-        let scratch = grid.source_bytes + grid.sink_bytes;
-        let start = scratch + grid.workspace_bytes;
-        let mut indices = Part { start, bytes: grid.index_bytes, used: 0 };
+        let parts = self.parts;
+        let part = |start, bytes| Part { start, bytes, used: 0 };
+        let mut source = part(0, parts.source);
+        let mut sink = part(parts.source, parts.sink);
+        let scratch = parts.source + parts.sink;
+        let mut indices = part(scratch + parts.workspace, parts.indices);
         let tensors = &case.program.tensors;
         let mut placements = vec![None; tensors.len()];
         for op in &case.program.ops {
@@ -265,7 +322,7 @@ impl<'a> Bed<'a> {
         Layout {
             lifetimes: vec![None; tensors.len()],
             placements,
-            slab_bytes: grid.slab_bytes(),
+            slab_bytes: parts.slab_bytes(),
             host_bytes: 0,
             lower_bound: 0,
             peak_op: 0,
@@ -344,8 +401,8 @@ impl<'a> Bed<'a> {
 
     /// Bytes a second of pieces that go up, and of pieces that come down.
     pub fn link(&mut self) -> Result<(f64, f64), DeviceError> {
-        let offset = self.grid.source_bytes;
-        let pieces = (self.grid.sink_bytes as usize / PIECE).clamp(1, 32);
+        let offset = self.parts.source;
+        let pieces = (self.parts.sink as usize / PIECE).clamp(1, 32);
         let limit = Duration::from_millis(400);
         // Memory that was never written is slow to write.
         self.fill(offset, (pieces * PIECE) as u64, Random::Signed)?;
@@ -386,5 +443,58 @@ impl<'a> Bed<'a> {
             *rate = bytes as f64 / start.elapsed().as_secs_f64();
         }
         Ok((rates[0], rates[1]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_cpu::{CpuDevice, CpuTarget};
+    use plimsoll_cuda::CudaTarget;
+
+    use super::*;
+
+    /// Every tensor of every case lies in its part, and those of one op are apart.
+    fn check(grid: &Grid, target: &dyn Target, kind: DeviceKind) -> usize {
+        let mut device = CpuDevice::new(4096, 1).unwrap();
+        let bed = Bed::new(&mut device, target, grid, kind);
+        let mut ops = 0;
+        each_op(grid, &mut |make| {
+            let one = Case::repeat(target, 1, make);
+            let copies = grid.copies_of(&one);
+            let case = Case::repeat(target, copies, make);
+            case.program.verify().unwrap();
+            let layout = bed.place(&case);
+            let Parts { source, sink, workspace, .. } = bed.parts;
+            for (t, placement) in layout.placements.iter().enumerate() {
+                let Placement { offset, bytes } = placement.unwrap();
+                let (start, end) = match (case.program.tensors[t].class, region(&case.fills[t])) {
+                    (Class::Workspace, _) => (source + sink, source + sink + workspace),
+                    (_, Region::Source) => (0, source),
+                    (_, Region::Sink) => (source, source + sink),
+                    (_, Region::Indices) => (source + sink + workspace, layout.slab_bytes),
+                };
+                assert!(start <= offset && offset + bytes <= end, "{:?}", case.program.tensors[t]);
+            }
+            for op in &case.program.ops {
+                let mut places = Vec::new();
+                op.for_each_tensor(|t, _| places.push(layout.placements[t.index()].unwrap()));
+                places.sort_by_key(|p| p.offset);
+                assert!(places.windows(2).all(|p| p[0].offset + p[0].bytes <= p[1].offset));
+            }
+            ops += 1;
+        });
+        ops
+    }
+
+    #[test]
+    fn every_op_finds_its_place() {
+        let gpu = Grid::of(DeviceKind::Cuda);
+        assert!(check(&gpu, &CudaTarget, DeviceKind::Cuda) > 500);
+        // A calibration must run on the smallest GPU that trains at all.
+        assert!(Parts::of(&gpu, &CudaTarget).slab_bytes() < 5 << 30);
+        for threads in [1, 64] {
+            check(&Grid::of(DeviceKind::Cpu), &CpuTarget { threads }, DeviceKind::Cpu);
+            check(&Grid::small(), &CpuTarget { threads }, DeviceKind::Cpu);
+        }
     }
 }

@@ -8,6 +8,8 @@ use plimsoll_program::{
     TensorId, View,
 };
 
+use crate::grid::Grid;
+
 /// What a tensor holds before the ops run.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Fill {
@@ -278,6 +280,38 @@ pub(crate) const STREAMS: [Make; 20] = [
         OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, capacity: rows }
     },
 ];
+
+/// Calls `f` with every op that a grid times.
+pub(crate) fn each_op(grid: &Grid, f: &mut dyn FnMut(&mut dyn FnMut(&mut Case) -> OpKind)) {
+    for dtype in [Bf16, F32] {
+        for make in STREAMS {
+            for (rows, cols) in &grid.streams {
+                f(&mut |c| make(c, dtype, *rows, *cols));
+            }
+        }
+        for part in grid.attention.of(dtype) {
+            for (head_dim, _) in &part.head_dims {
+                for (seq, heads) in
+                    part.seqs.iter().flat_map(|t| part.heads.iter().map(move |h| (*t, *h)))
+                {
+                    f(&mut |c| attention(c, dtype, false, *head_dim, (seq, heads)));
+                    f(&mut |c| attention(c, dtype, true, *head_dim, (seq, heads)));
+                }
+            }
+        }
+        let products = grid.products.of(dtype);
+        for orientation in Orientation::ALL {
+            for short in &products.short {
+                for long in &products.long {
+                    for inner in &products.inner {
+                        let shape = (*short.min(long), *short.max(long), *inner);
+                        f(&mut |c| product(c, orientation, dtype, shape));
+                    }
+                }
+            }
+        }
+    }
+}
 
 /// Heads of 64 that are C wide together, and the columns of their qkv.
 fn heads(rows: usize, cols: usize) -> (AttentionShape, usize) {

@@ -2,7 +2,7 @@
 
 use plimsoll_plan::{DeviceKind, PerType};
 
-/// Head sizes of one type, and the shapes that they are timed at.
+/// Head sizes, and the shapes that they are timed at.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionGrid {
     /// Head size, and whether its kernels are those of every size.
@@ -26,7 +26,7 @@ pub struct ProductGrid {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Grid {
     pub products: PerType<ProductGrid>,
-    pub attention: PerType<AttentionGrid>,
+    pub attention: PerType<Vec<AttentionGrid>>,
     /// (rows, C) of the streaming ops, from one that is all launch to one that no
     /// cache holds.
     pub streams: Vec<(usize, usize)>,
@@ -42,12 +42,9 @@ pub struct Grid {
     /// time: long enough for the clocks to settle where a long run has them.
     pub busy_window: (f64, f64),
     pub busy_flops: f64,
-    /// Bytes of random operands, of results, and of scratch memory.
+    /// Bytes of random operands, and of results; more where one op needs more.
     pub source_bytes: u64,
     pub sink_bytes: u64,
-    pub workspace_bytes: u64,
-    /// Bytes of token ids and other integers.
-    pub index_bytes: u64,
     /// Preset, batch and sequence of the training step that checks the result.
     pub check: (&'static str, usize, usize),
 }
@@ -61,12 +58,13 @@ impl Grid {
         }
     }
 
-    /// Bytes of the slab that ops are timed in.
-    pub(crate) fn slab_bytes(&self) -> u64 {
-        self.source_bytes + self.sink_bytes + self.workspace_bytes + self.index_bytes
-    }
-
     fn gpu() -> Grid {
+        // Kernels without tensor cores: large shapes would take long.
+        let any_size = |head_dim| AttentionGrid {
+            head_dims: vec![(head_dim, true)],
+            seqs: vec![128, 512, 2048],
+            heads: vec![8, 32],
+        };
         Grid {
             products: PerType {
                 bf16: ProductGrid {
@@ -81,16 +79,15 @@ impl Grid {
                 },
             },
             attention: PerType {
-                bf16: AttentionGrid {
-                    head_dims: vec![(64, false), (96, false), (128, false), (80, true)],
-                    seqs: vec![128, 512, 2048, 8192],
-                    heads: vec![8, 32, 128],
-                },
-                f32: AttentionGrid {
-                    head_dims: vec![(64, true)],
-                    seqs: vec![128, 512, 2048],
-                    heads: vec![8, 32],
-                },
+                bf16: vec![
+                    AttentionGrid {
+                        head_dims: vec![(64, false), (96, false), (128, false)],
+                        seqs: vec![128, 512, 2048, 8192],
+                        heads: vec![8, 32, 128],
+                    },
+                    any_size(80),
+                ],
+                f32: vec![any_size(64)],
             },
             streams: vec![(16, 256), (512, 1024), (2048, 2048), (8192, 4096)],
             rotation: 512 << 20,
@@ -101,8 +98,6 @@ impl Grid {
             busy_flops: 1e11,
             source_bytes: 1400 << 20,
             sink_bytes: 1400 << 20,
-            workspace_bytes: 768 << 20,
-            index_bytes: 32 << 20,
             check: ("smollm2-135m", 4, 1024),
         }
     }
@@ -120,7 +115,7 @@ impl Grid {
         };
         Grid {
             products: PerType { bf16: products.clone(), f32: products },
-            attention: PerType { bf16: attention.clone(), f32: attention },
+            attention: PerType { bf16: vec![attention.clone()], f32: vec![attention] },
             streams: vec![(16, 64), (256, 256), (512, 1024), (1024, 2048)],
             rotation: 64 << 20,
             copies: 16,
@@ -130,8 +125,6 @@ impl Grid {
             busy_flops: 1e9,
             source_bytes: 256 << 20,
             sink_bytes: 256 << 20,
-            workspace_bytes: 128 << 20,
-            index_bytes: 16 << 20,
             check: ("plimsoll-tiny", 2, 256),
         }
     }
@@ -147,14 +140,13 @@ impl Grid {
             AttentionGrid { head_dims: vec![(32, true)], seqs: vec![32, 256], heads: vec![4, 16] };
         Grid {
             products: PerType { bf16: products.clone(), f32: products },
-            attention: PerType { bf16: attention.clone(), f32: attention },
+            attention: PerType { bf16: vec![attention.clone()], f32: vec![attention] },
             streams: vec![(16, 64), (512, 256)],
             rotation: 16 << 20,
             window: (0.0, 0.012),
             busy_window: (0.0, 0.03),
             source_bytes: 64 << 20,
             sink_bytes: 64 << 20,
-            workspace_bytes: 32 << 20,
             check: ("plimsoll-tiny", 1, 64),
             ..Grid::cpu()
         }

@@ -9,7 +9,7 @@ use plimsoll_plan::{
 };
 use plimsoll_program::Target;
 
-use crate::bed::Bed;
+use crate::bed::{Bed, Parts};
 use crate::case::{self, Case, STREAMS};
 use crate::grid::{AttentionGrid, Grid, ProductGrid};
 use crate::step::CheckStep;
@@ -50,7 +50,7 @@ pub fn slab_bytes(
     target: &dyn Target,
 ) -> Result<u64, CalibrateError> {
     let step = CheckStep::new(grid, kind, target)?;
-    Ok(grid.slab_bytes().max(step.layout.slab_bytes))
+    Ok(Parts::of(grid, target).slab_bytes().max(step.layout.slab_bytes))
 }
 
 /// Measures a device that has reserved [`slab_bytes`], freshly: what its driver
@@ -149,11 +149,12 @@ fn measure_streams(bed: &mut Bed, dtype: DType) -> Result<BTreeMap<String, Strea
 fn measure_attention(
     bed: &mut Bed,
     dtype: DType,
-    grid: &AttentionGrid,
+    grid: &[AttentionGrid],
 ) -> Result<Vec<Attention>, DeviceError> {
     let axis = |points: &[usize]| points.iter().map(|n| *n as f64).collect::<Vec<_>>();
     let mut entries = Vec::new();
-    for (head_dim, any_size) in &grid.head_dims {
+    let sizes = grid.iter().flat_map(|g| g.head_dims.iter().map(move |d| (g, d)));
+    for (grid, (head_dim, any_size)) in sizes {
         let mut tables = [Vec::new(), Vec::new()];
         for (backward, table) in tables.iter_mut().enumerate() {
             for seq in &grid.seqs {

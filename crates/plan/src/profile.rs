@@ -175,10 +175,14 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Seconds of one causal attention with this head size.
+    /// Seconds of one causal attention with this head size. Beyond the longest
+    /// sequence that was timed it grows with the square, as the pairs do.
     pub fn seconds(&self, backward: bool, seq: f64, heads: f64) -> f64 {
         let table = if backward { &self.backward_us } else { &self.forward_us };
-        1e-6 * interpolate([&self.seqs, &self.heads], table, [seq, heads])
+        let longest = self.seqs.last().copied().unwrap_or(seq);
+        let beyond = (seq / longest).max(1.0);
+        let within = interpolate([&self.seqs, &self.heads], table, [seq.min(longest), heads]);
+        1e-6 * within * beyond * beyond
     }
 }
 

@@ -133,7 +133,11 @@ fn what_is_wrong_with_a_profile_is_named() {
         ("{", "", "not a profile"),
         ("\"launch_us\"", "\"lunch_us\"", "lunch_us"),
         ("\"short\": [1.0,", "\"short\": [-1.0,", "products.bf16.short holds -1"),
-        ("\"short\": [1.0,", "\"short\": [20.0,", "products.bf16.short does not ascend: 20 before 16"),
+        (
+            "\"short\": [1.0,",
+            "\"short\": [20.0,",
+            "products.bf16.short does not ascend: 20 before 16",
+        ),
         ("\"short\": [1.0,", "\"short\": [", "products.bf16.forward_us has 192 values"),
         ("\"launch_us\": ", "\"launch_us\": -", "launch_us holds -"),
         ("\"head_dim\": 64", "\"head_dim\": 0", "head size 0"),
