@@ -281,8 +281,11 @@ pub(crate) const STREAMS: [Make; 20] = [
     },
 ];
 
+/// Adds one op, with operands of its own, to a case.
+pub(crate) type MakeOne<'a> = dyn FnMut(&mut Case) -> OpKind + 'a;
+
 /// Calls `f` with every op that a grid times.
-pub(crate) fn each_op(grid: &Grid, f: &mut dyn FnMut(&mut dyn FnMut(&mut Case) -> OpKind)) {
+pub(crate) fn each_op(grid: &Grid, f: &mut dyn FnMut(&mut MakeOne)) {
     for dtype in [Bf16, F32] {
         for make in STREAMS {
             for (rows, cols) in &grid.streams {

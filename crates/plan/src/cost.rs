@@ -37,9 +37,7 @@ pub fn stream_family(program: &Program, kind: &OpKind) -> Option<(&'static str, 
         OpKind::CrossEntropy { logits, backward: true, .. } => ("cross_entropy", dtype(logits)),
         OpKind::CrossEntropy { logits, .. } => ("cross_entropy_loss", dtype(logits)),
         OpKind::SumLosses { .. } => (kind.name(), DType::F32),
-        OpKind::GradNorm { grads, .. } => {
-            (kind.name(), grads.first().map_or(DType::F32, |g| dtype(g)))
-        }
+        OpKind::GradNorm { grads, .. } => (kind.name(), grads.first().map_or(DType::F32, dtype)),
         OpKind::AdamW { param, m, .. } => match dtype(m) {
             DType::Bf16 => ("adamw_bf16_state", dtype(param)),
             _ => ("adamw", dtype(param)),

@@ -68,7 +68,7 @@ pub(crate) fn make_monotone(lengths: &[usize], table: &mut [f64]) {
     for length in lengths {
         stride /= length;
         for i in 0..table.len() {
-            if i / stride % length > 0 {
+            if !(i / stride).is_multiple_of(*length) {
                 table[i] = table[i].max(table[i - stride]);
             }
         }
