@@ -246,10 +246,11 @@ impl Launcher<'_> {
                 let (rows, n) = (self.rows(*d_y), self.cols(*d_y));
                 let (span, spans) = bias_spans(rows);
                 let args = [self.ptr(*d_y), Arg::Ptr(workspace), int(rows), int(n), int(span)];
-                let blocks = (n.div_ceil(256) as u64, spans as u64, 1);
-                let grid = Grid { blocks, threads: (256, 1), shared: 0 };
-                let name = format!("sum_rows_{}", suffix(self.dtype(*d_y)));
-                self.launch("reduce", &name, grid, &args)?;
+                let (name, width) = self.vectors(self.dtype(*d_y), &[n]);
+                let threads = n.div_ceil(width).next_multiple_of(32).min(256);
+                let blocks = (n.div_ceil(threads * width) as u64, spans as u64, 1);
+                let grid = Grid { blocks, threads: (threads as u32, 1), shared: 0 };
+                self.launch("reduce", &format!("sum_rows_{name}"), grid, &args)?;
                 self.sum_partials(workspace, *d_bias, spans, *accumulate)
             }
             OpKind::Dequantize { w, out } => quantized::dequantize(self, w, *out),

@@ -30,7 +30,7 @@ pub(crate) fn head_norm_blocks(rows: usize) -> usize {
 
 /// Rows of one partial sum of a bias' gradient, and how many there are.
 pub(crate) fn bias_spans(rows: usize) -> (usize, usize) {
-    let span = rows.div_ceil(128).max(16);
+    let span = rows.div_ceil(512).max(16);
     (span, rows.div_ceil(span))
 }
 
