@@ -1,8 +1,11 @@
 //! Holds the CUDA device against the CPU: every op, whole training steps, prefill
-//! and decoding, exactness from run to run, and memory.
+//! and decoding, exactness from run to run, and memory; and against PyTorch's
+//! numbers of the golden models.
 //!
-//! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [train] [infer]
-//! [memory]`, on a machine with a GPU; without words, everything.
+//! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [attention]
+//! [train] [infer] [memory] [golden] [real]`, on a machine with a GPU; without words,
+//! everything. `attention` is the part of `ops` that `PLIMSOLL_ATTENTION` changes.
+//! `scripts/gpu-check` runs this and the program itself.
 
 mod support;
 
@@ -22,15 +25,19 @@ fn main() -> ExitCode {
     };
     println!("{info:?}");
     let wanted: Vec<String> = std::env::args().skip(1).collect();
-    let parts: [(&str, Part); 4] = [
+    let parts: [(&str, Part); 7] = [
         ("ops", support::ops::check),
+        ("attention", support::ops::check_attention),
         ("train", support::steps::train),
         ("infer", support::steps::infer),
         ("memory", support::steps::memory),
+        ("golden", support::golden::check),
+        ("real", support::golden::check_real),
     ];
     let mut report = support::Report::default();
     for (name, part) in parts {
-        if wanted.is_empty() || wanted.iter().any(|w| w == name) {
+        let all = wanted.is_empty() && name != "attention";
+        if all || wanted.iter().any(|w| w == name) {
             let start = std::time::Instant::now();
             part(&mut report);
             println!("-- {name}: {:.1} s", start.elapsed().as_secs_f32());

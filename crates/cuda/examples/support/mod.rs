@@ -1,5 +1,6 @@
 //! Two devices side by side, and how far apart their tensors are.
 
+pub mod golden;
 pub mod ops;
 pub mod steps;
 
@@ -22,7 +23,7 @@ impl Report {
     pub fn error(&mut self, what: &str, error: f64, limit: f64) {
         self.checks += 1;
         if error.is_nan() || error > limit {
-            let line = format!("FAILED {what}: {error:.3e} above {limit:.0e}");
+            let line = format!("FAILED {what}: {error:.3e} above {limit:.1e}");
             println!("{line}");
             self.failures.push(line);
         }
@@ -37,6 +38,11 @@ impl Report {
         self.failures.iter().for_each(|line| println!("{line}"));
         if self.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
+}
+
+/// Threads of the CPU's side.
+pub fn cpu_threads() -> usize {
+    std::thread::available_parallelism().map_or(4, |n| n.get()).min(8)
 }
 
 /// ||a - b|| / ||b||; the plain norm of a where b is zero.

@@ -145,6 +145,13 @@ pub fn check(report: &mut Report) {
     }
 }
 
+/// Attention alone.
+pub fn check_attention(report: &mut Report) {
+    for dtype in [F32, Bf16] {
+        attention(report, dtype);
+    }
+}
+
 fn products(report: &mut Report, dtype: DType) {
     for (m, n, k) in [(96, 160, 64), (257, 72, 40), (1, 512, 256), (33, 130, 66)] {
         for (bias, add) in [(false, false), (true, false), (false, true)] {
