@@ -145,12 +145,23 @@ def parts(*names, extra=None, timeout=150):
         out, err, status = b.run([b.gpu_check, *names], lane, timeout, extra, expect=None)
         counts = re.search(r"^(\d+) checks, (\d+) failures", out, re.M)
         if status == 0 and counts and int(counts[1]) > 0:
-            return f"{counts[1]} comparisons"
+            return f"{counts[1]} comparisons{numbers(out)}"
         failures = re.findall(r"^FAILED (.*)$", out, re.M)
         if counts and failures:
             raise Failed(f"{counts[2]} of {counts[1]} fail, first: {failures[0]}")
         raise Failed(f"status {status}: {last_line(err) or last_line(out)}")
     return check
+
+
+def numbers(out):
+    """The largest errors of gradients that the golden and the real models showed."""
+    said = ""
+    for kind in ("f32", "bf16"):
+        errors = re.findall(rf" {kind} logits, gradients ([-+.e\d]+)", out)
+        if errors:
+            said += f"; {kind} gradients up to {max(map(float, errors)):.1e}"
+    ratios = re.findall(r"ratio ([.\d]+)$", out, re.M)
+    return said + (f", {max(map(float, ratios)):.2f} of the CPU's bf16" if ratios else "")
 
 
 # The program: exactness.
