@@ -1,4 +1,5 @@
-//! Numbers in few bits, as bitsandbytes 0.49 stores them: 8-bit optimizer state.
+//! Numbers in few bits, as bitsandbytes 0.49 stores them: weights in four,
+//! optimizer state in eight.
 //!
 //! A tensor is cut into blocks of consecutive elements; each block is scaled by
 //! its largest magnitude (`absmax`, float32) and every element becomes the index
@@ -7,6 +8,15 @@
 
 mod adamw8bit;
 mod dynamic;
+mod format;
+mod four_bit;
+mod mean;
+mod nested;
 
 pub use adamw8bit::{AdamW8bit, MIN_8BIT_ELEMENTS, STATE_BLOCK, State8bit, adamw8bit};
 pub use dynamic::{Cells, DynamicMap};
+pub use format::{
+    BLOCK, Codebook, Format4bit, NESTED_BLOCK, UnknownFormat, blocks, nested_blocks, packed_bytes,
+};
+pub use four_bit::{Element, NotFinite, dequantize_4bit, quantize_4bit};
+pub use nested::{dequantize_absmax, quantize_absmax};

@@ -3,10 +3,12 @@
 
 use std::path::{Path, PathBuf};
 
+use half::bf16;
 use safetensors::{Dtype, SafeTensors};
 
 pub struct Golden {
     bytes: Vec<u8>,
+    meta: serde_json::Value,
 }
 
 impl Golden {
@@ -15,13 +17,26 @@ impl Golden {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared");
         let shared = std::env::var_os("PLIMSOLL_SHARED").map_or(root, PathBuf::from);
         let path = shared.join("golden/bnb.safetensors");
-        match std::fs::read(&path) {
-            Ok(bytes) => Some(Golden { bytes }),
-            Err(e) => {
-                eprintln!("skipped: {}: {e}", path.display());
+        let text = std::fs::read_to_string(path.with_extension("json"));
+        match (std::fs::read(&path), text) {
+            (Ok(bytes), Ok(text)) => {
+                Some(Golden { bytes, meta: serde_json::from_str(&text).unwrap() })
+            }
+            _ => {
+                eprintln!("skipped: {} is not there", path.display());
                 None
             }
         }
+    }
+
+    /// The offset of the scales of a case.
+    pub fn offset(&self, case: &str) -> f32 {
+        self.meta[format!("{case}.offset")].as_f64().unwrap() as f32
+    }
+
+    pub fn bf16(&self, name: &str) -> Vec<bf16> {
+        let words = self.tensor(name, Dtype::BF16);
+        words.chunks_exact(2).map(|w| bf16::from_bits(u16::from_le_bytes([w[0], w[1]]))).collect()
     }
 
     fn tensor(&self, name: &str, dtype: Dtype) -> Vec<u8> {
