@@ -163,30 +163,38 @@ fn quantize_blocks<T: Element>(
         *absmax = f32::from_bits(largest);
         // Zeros times infinity are NaN, which is above no limit: code 0.
         let inverse = reciprocal(*absmax);
-        let mut code = [0u8; BLOCK];
-        match codebook {
-            Codebook::Nf4 => {
-                for (code, x) in code.iter_mut().zip(&x) {
-                    let x = x * inverse;
-                    let above = NF4_LIMITS.iter().fold(0u32, |n, limit| n + u32::from(x > *limit));
-                    *code = above as u8;
-                }
-            }
+        x.iter_mut().for_each(|x| *x *= inverse);
+        let code = match codebook {
+            Codebook::Nf4 => limits_below(&x, &NF4_LIMITS),
             Codebook::Fp4 => {
+                let mut code = limits_below(&x.map(f32::abs), &FP4_LIMITS);
                 for (code, x) in code.iter_mut().zip(&x) {
-                    let x = x * inverse;
-                    let a = x.abs();
-                    let rank = FP4_LIMITS.iter().fold(0u32, |n, limit| n + u32::from(a > *limit));
                     // By rank the codes are 0, 1, 6, 7, 4, 5, 2, 3.
-                    *code = (rank ^ (rank & 2) << 1 | u32::from(x < 0.0) << 3) as u8;
+                    *code = *code ^ (*code & 2) << 1 | u32::from(*x < 0.0) << 3;
                 }
+                code
             }
-        }
+        };
         for (byte, pair) in codes.iter_mut().zip(code.as_chunks::<2>().0) {
-            *byte = pair[0] << 4 | pair[1];
+            *byte = (pair[0] << 4 | pair[1]) as u8;
         }
     }
     finite
+}
+
+/// How many limits are below each number.
+#[inline(always)]
+fn limits_below<const N: usize>(x: &[f32; BLOCK], limits: &[f32; N]) -> [u32; BLOCK] {
+    let mut below = [0u32; BLOCK];
+    // As many numbers at a time as registers hold.
+    for (below, x) in below.as_chunks_mut::<8>().0.iter_mut().zip(x.as_chunks::<8>().0) {
+        for limit in limits {
+            for (below, x) in below.iter_mut().zip(x) {
+                *below += u32::from(x > limit);
+            }
+        }
+    }
+    below
 }
 
 /// The elements of a piece: the number of each code times the scale of its block,
