@@ -5,23 +5,20 @@ use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use half::bf16;
 use plimsoll_arch::Architecture;
+use plimsoll_quant::Format4bit;
 use serde::Deserialize;
 
 use crate::ModelError;
 use crate::config_files::{model_name, read_config, read_text};
 use crate::error::TensorProblem;
-use crate::finite::{self, Weight};
 use crate::format::{Format, decode};
 use crate::gguf::{self, GgufMetadata};
 use crate::gguf_model;
 use crate::map::MappedFile;
 use crate::names::expected_tensors;
+use crate::packed::{self, Packed};
 use crate::safetensors::{self, RawTensor};
-
-/// Bytes of a file that are resident at a time while a tensor is read.
-const CHUNK: usize = 2 << 20;
 
 /// The weights of a model on disk, mapped into memory.
 ///
@@ -31,24 +28,28 @@ const CHUNK: usize = 2 << 20;
 /// the file itself stays resident. All methods may be called from several
 /// threads at once.
 pub struct Checkpoint {
-    path: PathBuf,
+    pub(crate) path: PathBuf,
     architecture: Architecture,
-    files: Vec<Arc<MappedFile>>,
+    pub(crate) files: Vec<Arc<MappedFile>>,
     /// Sorted by name.
     tensors: Vec<Stored>,
+    /// Names and files of the tensors that are parts of 4-bit ones.
+    parts: Vec<(String, usize)>,
     metadata: Option<GgufMetadata>,
 }
 
 /// Where a tensor is.
-struct Stored {
-    name: String,
-    shape: Vec<usize>,
-    format: &'static Format,
+pub(crate) struct Stored {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub format: &'static Format,
     /// Index of the file, and the bytes there.
-    file: usize,
-    range: Range<usize>,
+    pub file: usize,
+    pub range: Range<usize>,
     /// Rows of each head of this width are stored in pairs (GGUF, llama).
-    paired: Option<usize>,
+    pub paired: Option<usize>,
+    /// The tensor is in four bits; `range` holds the codes.
+    pub packed: Option<Box<Packed>>,
 }
 
 /// What [`Checkpoint::validate`] has to say about a sound checkpoint.
@@ -161,11 +162,14 @@ impl Checkpoint {
         for (file, path) in files.iter().enumerate() {
             let map = MappedFile::open(path)?;
             for RawTensor { name, shape, format, range } in safetensors::tensors(&map)? {
-                tensors.push(Stored { name, shape, format, file, range, paired: None });
+                let (paired, packed) = (None, None);
+                tensors.push(Stored { name, shape, format, file, range, paired, packed });
             }
             maps.push(Arc::new(map));
         }
-        Self::new(path, architecture, maps, tensors, None)
+        let parts = packed::gather(path, &maps, &mut tensors)?;
+        let checkpoint = Self::new(path, architecture, maps, tensors, None)?;
+        Ok(Checkpoint { parts, ..checkpoint })
     }
 
     fn open_gguf(path: &Path) -> Result<Checkpoint, ModelError> {
@@ -185,7 +189,7 @@ impl Checkpoint {
             let name = gguf_model::hugging_face_name(&name).unwrap_or(name);
             let paired = gguf_model::paired_rows(&architecture, &name)
                 .filter(|d| shape.len() == 2 && shape[0].is_multiple_of(*d));
-            tensors.push(Stored { name, shape, format, file: 0, range, paired });
+            tensors.push(Stored { name, shape, format, file: 0, range, paired, packed: None });
         }
         Self::new(path, architecture, vec![file], tensors, Some(metadata))
     }
@@ -208,7 +212,8 @@ impl Checkpoint {
             );
             return Err(ModelError::not_a_model(path, reason));
         }
-        Ok(Checkpoint { path: path.to_path_buf(), architecture, files, tensors, metadata })
+        let (path, parts) = (path.to_path_buf(), Vec::new());
+        Ok(Checkpoint { path, architecture, files, tensors, parts, metadata })
     }
 
     /// The path that was opened.
@@ -230,89 +235,27 @@ impl Checkpoint {
         self.find(name).map(|t| t.shape.as_slice())
     }
 
-    /// The type of a tensor as safetensors (`BF16`) or ggml (`Q4_K`) names it.
+    /// The type of a tensor as safetensors (`BF16`), ggml (`Q4_K`) or, in four
+    /// bits, this program (`nf4-dq`) names it.
     pub fn dtype(&self, name: &str) -> Option<&'static str> {
-        self.find(name).map(|t| t.format.name)
+        let name_of = |t: &Stored| t.packed.as_ref().map_or(t.format.name, |p| p.format.name());
+        self.find(name).map(name_of)
     }
 
-    /// Bytes of all tensors in the files.
+    /// The 4-bit format of a tensor; none for one in another type.
+    pub fn format_4bit(&self, name: &str) -> Option<Format4bit> {
+        self.find(name)?.packed.as_ref().map(|p| p.format)
+    }
+
+    /// Bytes of all tensors in the files, without the tables of 4-bit ones.
     pub fn total_bytes(&self) -> u64 {
-        self.tensors.iter().map(|t| t.range.len() as u64).sum()
+        let scales = |t: &Stored| t.packed.as_ref().map_or(0, |p| p.scale_bytes());
+        self.tensors.iter().map(|t| (t.range.len() + scales(t)) as u64).sum()
     }
 
     /// The metadata of a GGUF file, tokenizer and chat template among them.
     pub fn gguf_metadata(&self) -> Option<&GgufMetadata> {
         self.metadata.as_ref()
-    }
-
-    /// Reads a whole tensor as float32, rows first.
-    ///
-    /// # Errors
-    /// No such tensor, a type that cannot be read, a destination of another
-    /// length, or a NaN or infinity (the destination's content is then
-    /// unspecified).
-    pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<(), ModelError> {
-        self.read(name, out)
-    }
-
-    /// As [`Checkpoint::read_f32`], rounded to bf16 (to nearest, ties to
-    /// even); a tensor stored as bf16 is copied.
-    ///
-    /// # Errors
-    /// As [`Checkpoint::read_f32`].
-    pub fn read_bf16(&self, name: &str, out: &mut [bf16]) -> Result<(), ModelError> {
-        self.read(name, out)
-    }
-
-    fn read<T: Weight>(&self, name: &str, out: &mut [T]) -> Result<(), ModelError> {
-        let Some(tensor) = self.find(name) else {
-            let (path, tensor) = (self.path.clone(), name.to_string());
-            return Err(ModelError::NoSuchTensor { path, tensor });
-        };
-        let file = &self.files[tensor.file];
-        let format = tensor.format;
-        let codec = format.codec.ok_or_else(|| unsupported(&file.path, name, format))?;
-        // The header's check makes this product and the bytes agree.
-        let elements = tensor.shape.iter().product();
-        if out.len() != elements {
-            let (tensor, given) = (name.to_string(), out.len());
-            return Err(ModelError::WrongLength { tensor, elements, given });
-        }
-        if elements == 0 {
-            return Ok(());
-        }
-        // Whole blocks, and whole heads where rows change places in a head.
-        let columns = elements / tensor.shape.first().unwrap_or(&1);
-        let piece = match tensor.paired {
-            Some(head_dim) => head_dim * columns,
-            None => (CHUNK / format.bytes * format.block).min(elements),
-        };
-        for (i, out) in out.chunks_mut(piece).enumerate() {
-            let start = tensor.range.start + i * (piece / format.block * format.bytes);
-            let range = start..start + out.len() / format.block * format.bytes;
-            file.fetch(range.clone());
-            let bytes = &file.bytes()[range.clone()];
-            match tensor.paired {
-                None => decode(codec, bytes, out),
-                Some(head_dim) => {
-                    let rows = bytes.chunks_exact(columns / format.block * format.bytes);
-                    for (r, row) in rows.enumerate() {
-                        let place = r % 2 * (head_dim / 2) + r / 2;
-                        decode(codec, row, &mut out[place * columns..][..columns]);
-                    }
-                }
-            }
-            file.release(range);
-            if let Some(j) = finite::first(out) {
-                return Err(ModelError::NonFinite {
-                    path: file.path.clone(),
-                    tensor: name.to_string(),
-                    index: i * piece + j,
-                    value: out[j].to_f32(),
-                });
-            }
-        }
-        Ok(())
     }
 
     /// Compares the tensors with what the architecture needs.
@@ -333,7 +276,7 @@ impl Checkpoint {
             let (tensor, expected) = (tensor.clone(), expected.clone());
             match self.find(&tensor) {
                 None => problems.push(TensorProblem::Missing { tensor, expected }),
-                Some(t) if t.format.codec.is_none() => {
+                Some(t) if t.format.codec.is_none() && t.packed.is_none() => {
                     let dtype = t.format.name.to_string();
                     problems.push(TensorProblem::Dtype { tensor, dtype });
                 }
@@ -372,18 +315,19 @@ impl Checkpoint {
         rest.is_some_and(in_layers) && (name.ends_with(".weight") || name.ends_with(".bias"))
     }
 
-    fn find(&self, name: &str) -> Option<&Stored> {
+    pub(crate) fn find(&self, name: &str) -> Option<&Stored> {
         let i = self.tensors.binary_search_by(|t| t.name.as_str().cmp(name)).ok()?;
         Some(&self.tensors[i])
     }
 
     fn is_in(&self, tensor: &str, file: &str) -> bool {
-        let name = |t: &Stored| self.files[t.file].path.file_name().map(|n| n.to_os_string());
-        self.find(tensor).and_then(name).is_some_and(|n| n == file)
+        let part = || self.parts.iter().find(|(name, _)| name == tensor).map(|(_, file)| *file);
+        let place = self.find(tensor).map(|t| t.file).or_else(part);
+        place.and_then(|place| self.files[place].path.file_name()).is_some_and(|name| name == file)
     }
 }
 
-fn unsupported(path: &Path, tensor: &str, format: &Format) -> ModelError {
+pub(crate) fn unsupported(path: &Path, tensor: &str, format: &Format) -> ModelError {
     let (tensor, dtype) = (tensor.to_string(), format.name.to_string());
     ModelError::UnsupportedDtype { path: path.to_path_buf(), tensor, dtype }
 }

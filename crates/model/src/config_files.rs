@@ -32,6 +32,29 @@ pub(crate) fn model_name(path: &Path) -> String {
     }
 }
 
+/// Refuses weights in a form that cannot be read, before they look as if they were
+/// missing.
+fn check_quantization(path: &Path, config: &str) -> Result<(), ModelError> {
+    let json: Value = serde_json::from_str(config)
+        .map_err(|e| ModelError::not_a_model(path, format!("not JSON: {e}")))?;
+    let Some(quantization) = json.get("quantization_config").filter(|q| !q.is_null()) else {
+        return Ok(());
+    };
+    let method = quantization.get("quant_method").and_then(Value::as_str);
+    let in_8_bits = quantization.get("load_in_8bit").and_then(Value::as_bool) == Some(true);
+    match method {
+        // Older files name no method.
+        None | Some("bitsandbytes") if !in_8_bits => Ok(()),
+        _ => {
+            let method = if in_8_bits { "8-bit bitsandbytes" } else { method.unwrap_or("?") };
+            let reason = format!(
+                "quantization_config is that of {method}; only 4-bit bitsandbytes can be read"
+            );
+            Err(ModelError::not_a_model(path, reason))
+        }
+    }
+}
+
 /// The architecture of a directory. Where `generation_config.json` names the
 /// tokens that end a generation, they replace those of `config.json`, as in
 /// transformers.
@@ -40,7 +63,9 @@ pub(crate) fn read_config(dir: &Path, name: &str) -> Result<Architecture, ModelE
     if !path.is_file() {
         return Err(ModelError::not_a_model(dir, "the folder has no config.json"));
     }
-    let mut arch = Architecture::from_config_json(&read_text(&path)?, name)?;
+    let text = read_text(&path)?;
+    let mut arch = Architecture::from_config_json(&text, name)?;
+    check_quantization(&path, &text)?;
     let path = dir.join("generation_config.json");
     if path.is_file() {
         let json: Value = serde_json::from_str(&read_text(&path)?)

@@ -45,6 +45,8 @@ pub enum ModelError {
         path.display()
     )]
     NonFinite { path: PathBuf, tensor: String, index: usize, value: f32 },
+    #[error("{}: 4-bit tensor `{tensor}`: {reason}", path.display())]
+    Packed { path: PathBuf, tensor: String, reason: String },
     #[error("{}: cannot write tensor `{tensor}`: {reason}", path.display())]
     Write { path: PathBuf, tensor: String, reason: String },
 }

@@ -1,5 +1,5 @@
-//! Weights in and out: safetensors and GGUF, under the names that Hugging Face
-//! gives them.
+//! Weights in and out: safetensors, with 4-bit weights as bitsandbytes stores
+//! them, and GGUF, under the names that Hugging Face gives them.
 
 mod checkpoint;
 mod config_files;
@@ -10,6 +10,9 @@ mod gguf;
 mod gguf_model;
 mod map;
 mod names;
+mod packed;
+mod quantize;
+mod read;
 mod safetensors;
 mod slab;
 mod writer;
@@ -19,5 +22,7 @@ pub use error::{ModelError, TensorProblem};
 pub use finite::{first_non_finite, first_non_finite_bf16};
 pub use gguf::GgufMetadata;
 pub use names::expected_tensors;
+pub use quantize::{Quantized, quantize_model};
+pub use read::{Packed4bit, Scales};
 pub use slab::{init_state, init_weights, load_weights, save_weights};
-pub use writer::{DEFAULT_SHARD_BYTES, SafetensorsWriter};
+pub use writer::{DEFAULT_SHARD_BYTES, SafetensorsWriter, TensorSpec};

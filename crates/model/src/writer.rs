@@ -32,7 +32,6 @@ const CONFIG: &str = "config.json";
 /// [`finish`]: SafetensorsWriter::finish
 pub struct SafetensorsWriter {
     dir: PathBuf,
-    dtype: DType,
     config: String,
     tensors: Vec<Planned>,
     /// Index of the tensor that comes next.
@@ -45,8 +44,19 @@ pub struct SafetensorsWriter {
     temporary: Vec<PathBuf>,
 }
 
+/// A tensor that is going to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    pub name: String,
+    /// Rows first.
+    pub shape: Vec<usize>,
+    /// f32, bf16 or u8.
+    pub dtype: DType,
+}
+
 struct Planned {
     name: String,
+    dtype: DType,
     elements: usize,
     shard: usize,
 }
@@ -85,21 +95,50 @@ impl SafetensorsWriter {
         tensors: &[(String, Vec<usize>)],
         shard_bytes: u64,
     ) -> Result<SafetensorsWriter, ModelError> {
+        if !matches!(dtype, DType::F32 | DType::Bf16) {
+            return Err(ModelError::Write {
+                path: dir.to_path_buf(),
+                tensor: String::new(),
+                reason: format!("weights are f32 or bf16, not {dtype}"),
+            });
+        }
+        let spec = |(name, shape): &(String, Vec<usize>)| TensorSpec {
+            name: name.clone(),
+            shape: shape.clone(),
+            dtype,
+        };
+        let tensors: Vec<TensorSpec> = tensors.iter().map(spec).collect();
+        Self::with_config(dir, architecture.to_config_json(dtype), &tensors, shard_bytes)
+    }
+
+    /// As [`SafetensorsWriter::with_shard_bytes`], for tensors of several types
+    /// and a `config.json` that the caller has made.
+    ///
+    /// # Errors
+    /// As [`SafetensorsWriter::create`].
+    pub fn with_config(
+        dir: &Path,
+        config: String,
+        tensors: &[TensorSpec],
+        shard_bytes: u64,
+    ) -> Result<SafetensorsWriter, ModelError> {
         let refuse = |tensor: &str, reason: String| ModelError::Write {
             path: dir.to_path_buf(),
             tensor: tensor.to_string(),
             reason,
         };
-        let code = match dtype {
-            DType::F32 => "F32",
-            DType::Bf16 => "BF16",
-            other => return Err(refuse("", format!("weights are f32 or bf16, not {other}"))),
-        };
         let mut planned = Vec::with_capacity(tensors.len());
         let mut contents = vec![Map::new()];
         let (mut filled, mut total) = (0u64, 0u64);
         let mut names = std::collections::HashSet::new();
-        for (name, shape) in tensors {
+        for TensorSpec { name, shape, dtype } in tensors {
+            let (name, dtype) = (name, *dtype);
+            let code = match dtype {
+                DType::F32 => "F32",
+                DType::Bf16 => "BF16",
+                DType::U8 => "U8",
+                other => return Err(refuse(name, format!("it cannot be written as {other}"))),
+            };
             if !names.insert(name) || name == "__metadata__" {
                 return Err(refuse(name, "the name is taken".into()));
             }
@@ -116,7 +155,7 @@ impl SafetensorsWriter {
             let shard = contents.len() - 1;
             let info = json!({"dtype": code, "shape": shape, "data_offsets": offsets});
             contents[shard].insert(name.clone(), info);
-            planned.push(Planned { name: name.clone(), elements, shard });
+            planned.push(Planned { name: name.clone(), dtype, elements, shard });
             filled = offsets[1];
             total = total.checked_add(bytes).ok_or_else(too_large)?;
         }
@@ -143,8 +182,7 @@ impl SafetensorsWriter {
         }
         let mut writer = SafetensorsWriter {
             dir: dir.to_path_buf(),
-            dtype,
-            config: architecture.to_config_json(dtype),
+            config,
             tensors: planned,
             next: 0,
             shards,
@@ -173,7 +211,27 @@ impl SafetensorsWriter {
         self.write(name, values)
     }
 
-    fn write<T: Weight>(&mut self, name: &str, values: &[T]) -> Result<(), ModelError> {
+    /// Writes the next tensor, which is in bytes, as it is.
+    ///
+    /// # Errors
+    /// As [`SafetensorsWriter::write_f32`].
+    pub fn write_u8(&mut self, name: &str, bytes: &[u8]) -> Result<(), ModelError> {
+        let (_, mut file) = self.begin(name, bytes.len(), |dtype| dtype == DType::U8)?;
+        let path = &self.temporary[self.temporary.len() - 1];
+        file.write_all(bytes).map_err(|e| failed(path, bytes.len(), e))?;
+        self.open = Some(file);
+        self.next += 1;
+        Ok(())
+    }
+
+    /// The type and the file of the next tensor, which must be `name`; the
+    /// caller puts the file back once the tensor is whole.
+    fn begin(
+        &mut self,
+        name: &str,
+        elements: usize,
+        accepts: impl Fn(DType) -> bool,
+    ) -> Result<(DType, File), ModelError> {
         let refuse = |dir: &Path, reason| {
             Err(ModelError::Write { path: dir.to_path_buf(), tensor: name.to_string(), reason })
         };
@@ -183,22 +241,30 @@ impl SafetensorsWriter {
         if planned.name != name {
             return refuse(&self.dir, format!("the turn is that of `{}`", planned.name));
         }
-        if planned.elements != values.len() {
-            let (needed, given) = (planned.elements, values.len());
-            return refuse(&self.dir, format!("it needs {needed} elements, not {given}"));
+        if planned.elements != elements {
+            let needed = planned.elements;
+            return refuse(&self.dir, format!("it needs {needed} elements, not {elements}"));
         }
-        let shard = planned.shard;
+        let (shard, dtype) = (planned.shard, planned.dtype);
+        if !accepts(dtype) {
+            return refuse(&self.dir, format!("it is {dtype}"));
+        }
         if self.temporary.len() == shard {
             self.close_shard()?;
             self.start_shard(shard)?;
         }
-        let Some(mut file) = self.open.take() else {
-            return refuse(&self.dir, "an earlier tensor could not be written".into());
-        };
-        let path = &self.temporary[shard];
+        match self.open.take() {
+            Some(file) => Ok((dtype, file)),
+            None => refuse(&self.dir, "an earlier tensor could not be written".into()),
+        }
+    }
+
+    fn write<T: Weight>(&mut self, name: &str, values: &[T]) -> Result<(), ModelError> {
+        let (dtype, mut file) = self.begin(name, values.len(), |dtype| dtype != DType::U8)?;
+        let path = &self.temporary[self.temporary.len() - 1];
         // A few pages at a time: a tensor is never there a second time.
         for values in values.chunks(16 << 10) {
-            let written = match self.dtype {
+            let written = match dtype {
                 DType::F32 => {
                     let bits: Vec<u32> =
                         values.iter().map(|x| x.to_f32().to_bits().to_le()).collect();
@@ -210,7 +276,7 @@ impl SafetensorsWriter {
                     file.write_all(bytemuck::cast_slice(&bits))
                 }
             };
-            written.map_err(|e| failed(path, values.len() * self.dtype.bytes(), e))?;
+            written.map_err(|e| failed(path, values.len() * dtype.bytes(), e))?;
         }
         self.open = Some(file);
         self.next += 1;
@@ -293,8 +359,7 @@ impl SafetensorsWriter {
     fn index(&self) -> String {
         let place = |t: &Planned| (t.name.clone(), json!(self.shards[t.shard].name));
         let weight_map: Map<String, Value> = self.tensors.iter().map(place).collect();
-        let elements: usize = self.tensors.iter().map(|t| t.elements).sum();
-        let total_size = elements * self.dtype.bytes();
+        let total_size: usize = self.tensors.iter().map(|t| t.elements * t.dtype.bytes()).sum();
         let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
         format!("{index:#}\n")
     }

@@ -7,7 +7,8 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use common::{Gguf, TINY, f32_tensors, safetensors, tiny, weights};
-use plimsoll_model::Checkpoint;
+use plimsoll_arch::DType;
+use plimsoll_model::{Checkpoint, quantize_model};
 use proptest::prelude::*;
 
 /// Counts what the current thread has allocated at most at one time.
@@ -83,6 +84,20 @@ fn exercise(path: &std::path::Path) -> Result<(), String> {
 fn valid_safetensors() -> Vec<u8> {
     let (header, data) = f32_tensors(&weights(&tiny()));
     safetensors(&header, &data)
+}
+
+/// The same model with its projections in four bits.
+fn quantized_safetensors() -> Vec<u8> {
+    static FILE: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();
+    let make = || {
+        let dir = folder();
+        std::fs::write(dir.path().join("model.safetensors"), valid_safetensors()).unwrap();
+        let (checkpoint, out) = (Checkpoint::open(dir.path()).unwrap(), dir.path().join("out"));
+        let format = "nf4-dq".parse().unwrap();
+        quantize_model(&checkpoint, &out, format, DType::F32, false).unwrap();
+        std::fs::read(out.join("model.safetensors")).unwrap()
+    };
+    FILE.get_or_init(make).clone()
 }
 
 fn folder() -> tempfile::TempDir {
@@ -177,6 +192,11 @@ proptest! {
 
     #[test]
     fn damaged_safetensors(file in damaged(valid_safetensors())) {
+        let _ = open(&folder(), "model.safetensors", &file);
+    }
+
+    #[test]
+    fn damaged_4bit(file in damaged(quantized_safetensors())) {
         let _ = open(&folder(), "model.safetensors", &file);
     }
 

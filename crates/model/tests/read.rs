@@ -281,7 +281,12 @@ fn folders() {
 #[test]
 fn published_models() {
     let Some(shared) = shared() else { return };
-    for folder in ["golden/llama-micro", "golden/qwen2-micro-tied", "models/stories260K-hf"] {
+    for folder in [
+        "golden/llama-micro",
+        "golden/qwen2-micro-tied",
+        "golden/qlora/quantized",
+        "models/stories260K-hf",
+    ] {
         let checkpoint = Checkpoint::open(&shared.join(folder)).unwrap();
         assert!(checkpoint.validate().unwrap().unexpected.is_empty(), "{folder}");
         let arch = checkpoint.architecture();
@@ -293,7 +298,4 @@ fn published_models() {
     }
     let stories = Checkpoint::open(&shared.join("models/stories260K-hf")).unwrap();
     assert_eq!(stories.architecture().eos_token_ids, [1, 2], "of generation_config.json");
-    let quantized = Checkpoint::open(&shared.join("golden/qlora/quantized")).unwrap();
-    let error = quantized.validate().unwrap_err().to_string();
-    assert!(error.contains("has type U8, which cannot be read"), "{error}");
 }

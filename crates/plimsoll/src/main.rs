@@ -41,6 +41,8 @@ enum Command {
     Generate(Box<commands::generate::GenerateArgs>),
     /// Talk to a model.
     Chat(Box<commands::chat::ChatArgs>),
+    /// Write a model with its weights in four bits.
+    Quantize(commands::quantize::QuantizeArgs),
     /// Run a recipe at many points and set measured beside planned.
     Sweep(Box<commands::sweep::SweepArgs>),
     /// How fast a recipe trains here, and where the time goes.
@@ -75,6 +77,7 @@ fn main() -> ExitCode {
         Command::Evaluate(args) => commands::evaluate::run(args),
         Command::Generate(args) => commands::generate::run(args),
         Command::Chat(args) => commands::chat::run(args),
+        Command::Quantize(args) => commands::quantize::run(args),
         Command::Sweep(args) => commands::sweep::run(args),
         Command::Bench(args) => commands::bench::run(args),
         Command::Report(args) => commands::report::run(args),

@@ -101,12 +101,14 @@ fn open_path(path: &Path) -> Result<ModelSource, Stop> {
     })
 }
 
+const GENERATION_CONFIG: &str = "generation_config.json";
+
 const TOKENIZER_FILES: [&str; 5] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION_CONFIG,
 ];
 
 fn byte_level_model(
@@ -182,6 +184,25 @@ impl ModelSource {
             }
         }
         Ok(files)
+    }
+
+    /// The files of the tokenizer, if the model brought one of its own, and what
+    /// else lies beside its weights.
+    ///
+    /// # Errors
+    /// As [`ModelSource::tokenizer_files`].
+    pub fn files_beside(&self) -> Result<Vec<ExtraFile>, Stop> {
+        let own = self.tokenizer_folder.is_some();
+        let in_gguf = self.checkpoint.as_ref().is_some_and(|c| c.gguf_metadata().is_some());
+        if own || in_gguf {
+            return self.tokenizer_files();
+        }
+        let Some(checkpoint) = &self.checkpoint else { return Ok(Vec::new()) };
+        let path = checkpoint.path().join(GENERATION_CONFIG);
+        match std::fs::read(&path) {
+            Ok(bytes) => Ok(vec![(GENERATION_CONFIG.to_owned(), bytes)]),
+            Err(_) => Ok(Vec::new()),
+        }
     }
 
     /// Weights to run with, or the reason why there are none.

@@ -7,6 +7,7 @@ pub mod generate;
 pub mod inspect;
 pub mod plan;
 pub mod point;
+pub mod quantize;
 pub mod report;
 pub mod sweep;
 pub mod train;
