@@ -61,9 +61,7 @@ impl Adapter {
             let reason = format!("the folder has no {CONFIG}: it holds no adapter");
             return Err(ModelError::not_a_model(dir, reason));
         }
-        let text = read_text(&path)?;
-        let config: Value = serde_json::from_str(&text)
-            .map_err(|e| ModelError::not_a_model(&path, format!("not JSON: {e}")))?;
+        let config = read_json(&path)?;
         let weights = dir.join(WEIGHTS);
         if !weights.is_file() {
             let reason = format!("the folder has no {WEIGHTS}");
@@ -286,9 +284,28 @@ impl SafetensorsWriter {
     }
 }
 
-/// Whether a folder holds an adapter rather than a model.
-pub fn is_adapter(dir: &Path) -> bool {
-    dir.join(CONFIG).is_file()
+/// What the adapter in a folder was trained on; none where there is no adapter.
+///
+/// # Errors
+/// The adapter's configuration cannot be read or names no base.
+pub fn adapter_base(dir: &Path) -> Result<Option<String>, ModelError> {
+    let path = dir.join(CONFIG);
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let config = read_json(&path)?;
+    match config["base_model_name_or_path"].as_str() {
+        Some(base) if !base.is_empty() => Ok(Some(base.to_owned())),
+        _ => {
+            let reason = "base_model_name_or_path names no model: give --model and --adapter";
+            Err(ModelError::not_a_model(&path, reason))
+        }
+    }
+}
+
+fn read_json(path: &Path) -> Result<Value, ModelError> {
+    serde_json::from_str(&read_text(path)?)
+        .map_err(|e| ModelError::not_a_model(path, format!("not JSON: {e}")))
 }
 
 /// The name under which a base is noted in an adapter, and compared by.

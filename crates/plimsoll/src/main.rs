@@ -14,6 +14,7 @@ mod model_source;
 mod planning;
 mod recipe_args;
 mod units;
+mod weights;
 
 use std::process::ExitCode;
 
