@@ -189,6 +189,14 @@ impl<'a> Memory<'a> {
                     _ => self.linear::<f32, f32>(&op.kind, ws),
                 }
             }
+            OpKind::LinearQuantized { x, y, .. } => {
+                let types = (self.dtype(x.tensor), self.dtype(y.tensor));
+                match types {
+                    (DType::Bf16, DType::Bf16) => self.linear_quantized::<bf16, bf16>(&op.kind, ws),
+                    (DType::Bf16, _) => self.linear_quantized::<bf16, f32>(&op.kind, ws),
+                    _ => self.linear_quantized::<f32, f32>(&op.kind, ws),
+                }
+            }
             OpKind::GradNorm { grads, norm, max_norm } => {
                 self.grad_norm(grads, *norm, *max_norm);
             }
@@ -233,6 +241,39 @@ impl Memory<'_> {
             kernels::gemm(x, w.t(), out, y.stride, bias, add.is_some(), ws);
         }
         self.multiply::<Y>(y, *scale);
+    }
+
+    /// y = x w^T with w in four bits, on its own or onto `add`.
+    fn linear_quantized<E: Elem + bytemuck::Pod, Y: Elem + bytemuck::Pod>(
+        &self,
+        op: &OpKind,
+        ws: &mut [f32],
+    ) {
+        let OpKind::LinearQuantized { x, w, bias, add, y } = op else {
+            unreachable!("called for LinearQuantized")
+        };
+        let out = self.view::<Y>(y);
+        if let Some(add) = add
+            && add != y
+        {
+            copy_rows(self.view::<Y>(add), add.stride, out, y);
+        }
+        let bias = bias.map(|b| &*self.all::<E>(b));
+        let part = |part: &QuantizedPart| (self.quantized(w.codebook, part), part.rows);
+        let mut parts = [part(&w.parts[0]); kernels::MAX_PARTS];
+        for (slice, quantized) in parts.iter_mut().zip(&w.parts) {
+            *slice = part(quantized);
+        }
+        let (x_stride, x) = (x.stride, self.view::<E>(x));
+        kernels::linear_quantized(
+            (x, x_stride),
+            &parts[..w.parts.len()],
+            bias,
+            (out, y.stride),
+            (y.rows, y.cols, w.cols),
+            add.is_some(),
+            ws,
+        );
     }
 
     /// y = factor y, for the small products whose result is scaled.
@@ -301,7 +342,6 @@ impl Memory<'_> {
                     out = rest;
                 }
             }
-            OpKind::LinearQuantized { .. } => unreachable!("handled by `run`"),
             OpKind::Dropout { x, out, step, probability, stream, accumulate } => {
                 let seed = self.scalars(*step).seed;
                 let mask = kernels::Dropout::new(seed, *stream, *probability);
@@ -421,6 +461,7 @@ impl Memory<'_> {
                 }
             }
             OpKind::Linear { .. }
+            | OpKind::LinearQuantized { .. }
             | OpKind::SumLosses { .. }
             | OpKind::GradNorm { .. }
             | OpKind::AdamW { .. }
@@ -583,6 +624,9 @@ impl Target for CpuTarget {
                 } else {
                     product(y.rows, y.cols, x.cols, y)
                 }
+            }
+            OpKind::LinearQuantized { x, .. } => {
+                kernels::linear_quantized_workspace(x.rows, x.cols)
             }
             OpKind::LinearBackwardInput { d_y, d_x, .. } => {
                 product(d_x.rows, d_x.cols, d_y.cols, d_x)

@@ -152,7 +152,7 @@ impl Checkpoint {
         }
     }
 
-    fn from_safetensors(
+    pub(crate) fn from_safetensors(
         path: &Path,
         architecture: Architecture,
         files: &[PathBuf],

@@ -40,6 +40,12 @@ pub enum ModelError {
     #[error("{}: weights do not fit the config: {}", path.display(), list(problems))]
     Mismatch { path: PathBuf, problems: Vec<TensorProblem> },
     #[error(
+        "{}: the adapter, which was trained on {base}, does not fit {model}: {}",
+        path.display(),
+        list(problems)
+    )]
+    AdapterMismatch { path: PathBuf, base: String, model: String, problems: Vec<TensorProblem> },
+    #[error(
         "{}: tensor `{tensor}` holds {value} at element {index}; the file is damaged \
          or the training that wrote it diverged",
         path.display()

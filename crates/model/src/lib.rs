@@ -1,6 +1,7 @@
 //! Weights in and out: safetensors, with 4-bit weights as bitsandbytes stores
 //! them, and GGUF, under the names that Hugging Face gives them.
 
+mod adapter;
 mod checkpoint;
 mod config_files;
 mod error;
@@ -17,6 +18,7 @@ mod safetensors;
 mod slab;
 mod writer;
 
+pub use adapter::{Adapter, adapter_base, base_name};
 pub use checkpoint::{Checkpoint, Validation, read_architecture};
 pub use error::{ModelError, TensorProblem};
 pub use finite::{first_non_finite, first_non_finite_bf16};
@@ -24,5 +26,7 @@ pub use gguf::GgufMetadata;
 pub use names::expected_tensors;
 pub use quantize::{Quantized, quantize_model};
 pub use read::{Packed4bit, Scales};
-pub use slab::{init_state, init_weights, load_weights, save_weights};
+pub use slab::{
+    init_adapter, init_state, init_weights, load_adapter, load_weights, save_parts,
+};
 pub use writer::{DEFAULT_SHARD_BYTES, SafetensorsWriter, TensorSpec};

@@ -1,14 +1,31 @@
 //! Weights between a checkpoint and the slab of a device.
 //!
 //! Each tensor goes straight to its place: there is never a second copy of the
-//! model, not even of one tensor on a CPU.
+//! model, not even of one tensor on a CPU. What the program wants in four bits is
+//! quantized piece by piece on the way.
+
+use std::collections::HashMap;
 
 use half::bf16;
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_plan::{Device, DeviceError, Layout};
-use plimsoll_program::{Program, WeightPart, weight_parts};
+use plimsoll_program::{
+    Class, Lora, Program, QuantizedPart, TensorId, WeightPart, quantized_name, weight_parts,
+};
+use plimsoll_quant::{
+    BLOCK, Codebook, Format4bit, blocks, nested_blocks, quantize_4bit, quantize_absmax,
+};
 
-use crate::{Checkpoint, ModelError};
+use crate::{Adapter, Checkpoint, ModelError, Packed4bit, Scales};
+
+/// Where the tensors of a checkpoint lie in the slab.
+struct Places<'a> {
+    program: &'a Program,
+    layout: &'a Layout,
+    by_name: HashMap<&'a str, TensorId>,
+    /// By their codes.
+    quantized: HashMap<TensorId, (Codebook, QuantizedPart)>,
+}
 
 /// The bytes of one checkpoint tensor inside the slab.
 struct Place {
@@ -17,19 +34,103 @@ struct Place {
     dtype: DType,
 }
 
-fn place(program: &Program, layout: &Layout, part: &WeightPart) -> Place {
-    let id = program.find(&part.tensor).expect("the program has every weight");
-    let tensor = program.tensor(id);
-    let cols = if part.shape.len() > 1 { tensor.cols() } else { 1 };
-    let bytes = tensor.dtype.bytes();
-    Place {
-        offset: layout.offset(id) + (part.row * cols * bytes) as u64,
-        len: part.shape.iter().product::<usize>() * bytes,
-        dtype: tensor.dtype,
+enum Stored {
+    Dense(Place),
+    Quantized(Codebook, QuantizedPart),
+}
+
+impl<'a> Places<'a> {
+    fn new(program: &'a Program, layout: &'a Layout) -> Places<'a> {
+        // A product's output may have the name of its weight.
+        let all = program.tensors.iter().enumerate();
+        let weights = all.filter(|(_, t)| t.class == Class::Weight);
+        let by_name = weights.map(|(i, t)| (t.name.as_str(), TensorId::new(i))).collect();
+        let mut quantized = HashMap::new();
+        for matrix in program.ops.iter().filter_map(|op| op.kind.quantized()) {
+            for part in &matrix.parts {
+                quantized.insert(part.codes, (matrix.codebook, part.clone()));
+            }
+        }
+        Places { program, layout, by_name, quantized }
+    }
+
+    fn of(&self, part: &WeightPart) -> Stored {
+        if let Some(id) = self.by_name.get(part.tensor.as_str()) {
+            return Stored::Dense(self.dense(*id, part));
+        }
+        let codes = format!("{}.codes", quantized_name(part));
+        let id = self.by_name.get(codes.as_str()).expect("the program has every weight");
+        let (codebook, quantized) = self.quantized.get(id).expect("the program reads it");
+        Stored::Quantized(*codebook, quantized.clone())
+    }
+
+    fn dense(&self, id: TensorId, part: &WeightPart) -> Place {
+        let tensor = self.program.tensor(id);
+        let cols = if part.shape.len() > 1 { tensor.cols() } else { 1 };
+        let bytes = tensor.dtype.bytes();
+        Place {
+            offset: self.layout.offset(id) + (part.row * cols * bytes) as u64,
+            len: part.shape.iter().product::<usize>() * bytes,
+            dtype: tensor.dtype,
+        }
+    }
+
+    /// Lets `make` fill a tensor in four bits: its codes where the device wants them,
+    /// its scales, a few per cent of that, on the way there.
+    fn upload_4bit(
+        &self,
+        device: &mut dyn Device,
+        (codebook, part): (Codebook, &QuantizedPart),
+        elements: usize,
+        make: &mut dyn FnMut(Format4bit, Packed4bit) -> Result<(), ModelError>,
+    ) -> Result<(), DeviceError> {
+        let format = Format4bit { codebook, double: part.nested.is_some() };
+        let at = |id: TensorId| self.layout.offset(id);
+        let (mut plain, mut codes, mut absmax, mut offset) = match format.double {
+            true => (vec![], vec![0; blocks(elements)], vec![0.0; nested_blocks(elements)], 0.0),
+            false => (vec![0.0; blocks(elements)], vec![], vec![], 0.0),
+        };
+        device.upload(at(part.codes), elements.div_ceil(2), &mut |bytes| {
+            let scales = match format.double {
+                true => {
+                    let (codes, absmax, offset) = (&mut codes[..], &mut absmax[..], &mut offset);
+                    Scales::Nested { codes, absmax, offset }
+                }
+                false => Scales::Plain(&mut plain),
+            };
+            make(format, Packed4bit { codes: bytes, scales }).map_err(source)
+        })?;
+        let mut put = |id: TensorId, data: &[u8]| {
+            device.upload(at(id), data.len(), &mut |bytes| {
+                bytes.copy_from_slice(data);
+                Ok(())
+            })
+        };
+        match part.nested {
+            None => put(part.absmax, bytemuck::cast_slice(&plain)),
+            Some(nested) => {
+                put(part.absmax, &codes)?;
+                put(nested.absmax, bytemuck::cast_slice(&absmax))?;
+                put(nested.offset, bytemuck::bytes_of(&offset))
+            }
+        }
+    }
+
+    /// Type of the weights that are not in four bits.
+    fn precision(&self) -> DType {
+        self.by_name.get("norm").map_or(DType::F32, |id| self.program.tensor(*id).dtype)
     }
 }
 
+fn source(error: ModelError) -> DeviceError {
+    DeviceError::Source(Box::new(error))
+}
+
 /// Fills every weight of a program from a checkpoint.
+///
+/// A matrix that the program has in four bits is taken as it is from a checkpoint in
+/// the same format, and quantized from any other, rounded to the type of the other
+/// weights before.
 ///
 /// # Errors
 /// A tensor is missing, has another shape, or holds a value that is not
@@ -41,26 +142,36 @@ pub fn load_weights(
     arch: &Architecture,
     checkpoint: &Checkpoint,
 ) -> Result<(), DeviceError> {
+    let places = Places::new(program, layout);
+    let precision = places.precision();
     for part in weight_parts(arch) {
-        let place = place(program, layout, &part);
-        device.upload(place.offset, place.len, &mut |bytes| {
-            read_part(checkpoint, &part.source, place.dtype, bytes)
-                .map_err(|e| DeviceError::Source(Box::new(e)))
-        })?;
+        match places.of(&part) {
+            Stored::Dense(place) => read_dense(device, &place, checkpoint, &part.source)?,
+            Stored::Quantized(codebook, quantized) => {
+                let elements = part.shape.iter().product();
+                let what = (codebook, &quantized);
+                places.upload_4bit(device, what, elements, &mut |format, out| {
+                    checkpoint.read_4bit(&part.source, format, precision, out)
+                })?;
+            }
+        }
     }
     Ok(())
 }
 
-fn read_part(
+fn read_dense(
+    device: &mut dyn Device,
+    place: &Place,
     checkpoint: &Checkpoint,
     name: &str,
-    dtype: DType,
-    bytes: &mut [u8],
-) -> Result<(), ModelError> {
-    match dtype {
-        DType::Bf16 => checkpoint.read_bf16(name, bytemuck::cast_slice_mut(bytes)),
-        _ => checkpoint.read_f32(name, bytemuck::cast_slice_mut(bytes)),
-    }
+) -> Result<(), DeviceError> {
+    device.upload(place.offset, place.len, &mut |bytes| {
+        let read = match place.dtype {
+            DType::Bf16 => checkpoint.read_bf16(name, bytemuck::cast_slice_mut(bytes)),
+            _ => checkpoint.read_f32(name, bytemuck::cast_slice_mut(bytes)),
+        };
+        read.map_err(source)
+    })
 }
 
 /// Fills every weight with random values: normal with a deviation of 0.02
@@ -76,30 +187,146 @@ pub fn init_weights(
     arch: &Architecture,
     seed: u64,
 ) -> Result<(), DeviceError> {
+    let places = Places::new(program, layout);
     for (stream, part) in weight_parts(arch).iter().enumerate() {
-        let place = place(program, layout, part);
         let constant = match part.shape.len() {
             1 if part.source.ends_with("bias") => Some(0.0),
             1 => Some(1.0),
             _ => None,
         };
         let value = |i: usize| constant.unwrap_or_else(|| 0.02 * normal(seed, stream as u64, i));
-        device.upload(place.offset, place.len, &mut |bytes| {
-            match place.dtype {
-                DType::Bf16 => fill(bytemuck::cast_slice_mut(bytes), |i| bf16::from_f32(value(i))),
-                _ => fill(bytemuck::cast_slice_mut::<u8, f32>(bytes), value),
+        match places.of(part) {
+            Stored::Dense(place) => fill_dense(device, &place, value)?,
+            Stored::Quantized(codebook, quantized) => {
+                let elements = part.shape.iter().product();
+                let what = (codebook, &quantized);
+                places.upload_4bit(device, what, elements, &mut |format, out| {
+                    match places.precision() {
+                        DType::Bf16 => quantize_values(format, elements, out, |i| {
+                            bf16::from_f32(value(i)).to_f32()
+                        }),
+                        _ => quantize_values(format, elements, out, value),
+                    }
+                    Ok(())
+                })?;
             }
-            Ok(())
-        })?;
+        }
     }
     Ok(())
 }
 
+fn fill_dense(
+    device: &mut dyn Device,
+    place: &Place,
+    value: impl Fn(usize) -> f32 + Sync,
+) -> Result<(), DeviceError> {
+    device.upload(place.offset, place.len, &mut |bytes| {
+        match place.dtype {
+            DType::Bf16 => fill(bytemuck::cast_slice_mut(bytes), |i| bf16::from_f32(value(i))),
+            _ => fill(bytemuck::cast_slice_mut::<u8, f32>(bytes), &value),
+        }
+        Ok(())
+    })
+}
+
+/// Quantizes `elements` values, which are finite, on all cores.
+fn quantize_values(
+    format: Format4bit,
+    elements: usize,
+    out: Packed4bit,
+    value: impl Fn(usize) -> f32 + Sync,
+) {
+    /// Elements whose values exist at a time, on each core.
+    const PIECE: usize = 1 << 16;
+    let codebook = format.codebook;
+    let quantize = |codes: &mut [u8], absmax: &mut [f32]| {
+        let share = (elements.div_ceil(threads())).next_multiple_of(PIECE);
+        std::thread::scope(|scope| {
+            let shares = codes.chunks_mut(share / 2).zip(absmax.chunks_mut(share / BLOCK));
+            for (n, (codes, absmax)) in shares.enumerate() {
+                let value = &value;
+                scope.spawn(move || {
+                    let mut x = vec![0.0; PIECE.min(elements)];
+                    let pieces = codes.chunks_mut(PIECE / 2).zip(absmax.chunks_mut(PIECE / BLOCK));
+                    for (m, (codes, absmax)) in pieces.enumerate() {
+                        let first = n * share + m * PIECE;
+                        let x = &mut x[..PIECE.min(elements - first)];
+                        x.iter_mut().enumerate().for_each(|(i, x)| *x = value(first + i));
+                        quantize_4bit(codebook, x, codes, absmax).expect("values are finite");
+                    }
+                });
+            }
+        });
+    };
+    match out.scales {
+        Scales::Plain(absmax) => quantize(out.codes, absmax),
+        Scales::Nested { codes, absmax, offset } => {
+            let mut plain = vec![0.0; codes.len()];
+            quantize(out.codes, &mut plain);
+            *offset = quantize_absmax(&mut plain, codes, absmax);
+        }
+    }
+}
+
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Fills every adapter and every module that is trained in full beside them.
+///
+/// # Errors
+/// As [`load_weights`].
+pub fn load_adapter(
+    device: &mut dyn Device,
+    program: &Program,
+    layout: &Layout,
+    arch: &Architecture,
+    adapter: &Adapter,
+) -> Result<(), DeviceError> {
+    let places = Places::new(program, layout);
+    for part in adapter.lora().parts(arch) {
+        if let Stored::Dense(place) = places.of(&part) {
+            read_dense(device, &place, adapter.tensors(), &part.source)?;
+        }
+    }
+    Ok(())
+}
+
+/// New adapters as PEFT 0.21 starts them: A uniform within 1 / sqrt(K) (Kaiming with
+/// a = sqrt 5), B zero. Modules that are trained in full start at the base's weights,
+/// which must be there already.
+///
+/// # Errors
+/// The device's own.
+pub fn init_adapter(
+    device: &mut dyn Device,
+    program: &Program,
+    layout: &Layout,
+    arch: &Architecture,
+    lora: &Lora,
+    seed: u64,
+) -> Result<(), DeviceError> {
+    let places = Places::new(program, layout);
+    for (stream, part) in lora.parts(arch).iter().enumerate() {
+        let Stored::Dense(place) = places.of(part) else { continue };
+        if part.tensor.ends_with(".lora_b") {
+            fill_dense(device, &place, |_| 0.0)?;
+        } else if part.tensor.ends_with(".lora_a") {
+            let bound = 1.0 / (part.shape[1] as f32).sqrt();
+            let bits = |i: usize| counter(seed ^ ADAPTER_STREAMS, stream as u64, i);
+            fill_dense(device, &place, |i| bound * (2.0 * unit(bits(i) >> 40) - 1.0))?;
+        }
+    }
+    Ok(())
+}
+
+/// Adapters of a seed have other random numbers than the weights of that seed.
+const ADAPTER_STREAMS: u64 = 0x6c6f_7261_0000_0000;
+
 /// Fills on all cores: eight billion normal values take a while.
 fn fill<T: Send>(out: &mut [T], value: impl Fn(usize) -> T + Sync) {
     const PIECE: usize = 1 << 18;
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let piece = out.len().div_ceil(threads).max(PIECE);
+    let piece = out.len().div_ceil(threads()).max(PIECE);
     let alone = out.len() <= piece;
     std::thread::scope(|scope| {
         for (n, piece_out) in out.chunks_mut(piece).enumerate() {
@@ -121,10 +348,19 @@ fn fill<T: Send>(out: &mut [T], value: impl Fn(usize) -> T + Sync) {
 /// A standard normal value by its place (Box-Muller over a counter), so that
 /// neither order nor threads matter.
 fn normal(seed: u64, stream: u64, index: usize) -> f32 {
-    let bits = mix(mix(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15)) ^ index as u64);
-    let u = ((bits >> 40) as f32 + 0.5) / (1u64 << 24) as f32;
+    let bits = counter(seed, stream, index);
     let v = (bits & 0xff_ffff) as f32 / (1u64 << 24) as f32;
-    (-2.0 * u.ln()).sqrt() * (2.0 * std::f32::consts::PI * v).cos()
+    (-2.0 * unit(bits >> 40).ln()).sqrt() * (2.0 * std::f32::consts::PI * v).cos()
+}
+
+/// Random bits by their place.
+fn counter(seed: u64, stream: u64, index: usize) -> u64 {
+    mix(mix(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15)) ^ index as u64)
+}
+
+/// 24 bits as a number above 0 and below 1.
+fn unit(bits: u64) -> f32 {
+    (bits as f32 + 0.5) / (1u64 << 24) as f32
 }
 
 /// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
@@ -154,22 +390,28 @@ pub fn init_state(
     })
 }
 
-/// Hands every tensor of a checkpoint to `write`, in the order of
-/// [`weight_parts`]: name, type, bytes.
+/// Hands tensors of the slab to `write`, in the order of `parts` ([`weight_parts`] or
+/// [`Lora::parts`]): name, type, bytes.
 ///
 /// # Errors
 /// The device's own, or what `write` reports.
-pub fn save_weights(
+///
+/// # Panics
+/// A part is in four bits.
+pub fn save_parts(
     device: &mut dyn Device,
     program: &Program,
     layout: &Layout,
-    arch: &Architecture,
+    parts: &[WeightPart],
     mut write: impl FnMut(&str, DType, &[u8]) -> Result<(), ModelError>,
 ) -> Result<(), DeviceError> {
-    for part in weight_parts(arch) {
-        let place = place(program, layout, &part);
+    let places = Places::new(program, layout);
+    for part in parts {
+        let Stored::Dense(place) = places.of(part) else {
+            panic!("`{}` is in four bits", part.source)
+        };
         device.download(place.offset, place.len, &mut |bytes| {
-            write(&part.source, place.dtype, bytes).map_err(|e| DeviceError::Source(Box::new(e)))
+            write(&part.source, place.dtype, bytes).map_err(source)
         })?;
     }
     Ok(())

@@ -33,6 +33,7 @@ const CONFIG: &str = "config.json";
 pub struct SafetensorsWriter {
     dir: PathBuf,
     config: String,
+    config_name: &'static str,
     tensors: Vec<Planned>,
     /// Index of the tensor that comes next.
     next: usize,
@@ -122,6 +123,18 @@ impl SafetensorsWriter {
         tensors: &[TensorSpec],
         shard_bytes: u64,
     ) -> Result<SafetensorsWriter, ModelError> {
+        Self::named(dir, ["model", CONFIG], config, tensors, shard_bytes)
+    }
+
+    /// As [`SafetensorsWriter::with_config`], with other names: that of the weights,
+    /// without `.safetensors`, and that of the configuration.
+    pub(crate) fn named(
+        dir: &Path,
+        [stem, config_name]: [&'static str; 2],
+        config: String,
+        tensors: &[TensorSpec],
+        shard_bytes: u64,
+    ) -> Result<SafetensorsWriter, ModelError> {
         let refuse = |tensor: &str, reason: String| ModelError::Write {
             path: dir.to_path_buf(),
             tensor: tensor.to_string(),
@@ -165,8 +178,8 @@ impl SafetensorsWriter {
             .enumerate()
             .map(|(i, content)| Shard {
                 name: match count {
-                    1 => "model.safetensors".into(),
-                    _ => format!("model-{:05}-of-{count:05}.safetensors", i + 1),
+                    1 => format!("{stem}.safetensors"),
+                    _ => format!("{stem}-{:05}-of-{count:05}.safetensors", i + 1),
                 },
                 header: header(content),
             })
@@ -183,6 +196,7 @@ impl SafetensorsWriter {
         let mut writer = SafetensorsWriter {
             dir: dir.to_path_buf(),
             config,
+            config_name,
             tensors: planned,
             next: 0,
             shards,
@@ -311,15 +325,17 @@ impl SafetensorsWriter {
             names.push(INDEX.into());
         }
         let config = self.config.clone();
-        self.small_file(CONFIG, &config)?;
-        names.push(CONFIG.into());
+        self.small_file(self.config_name, &config)?;
+        names.push(self.config_name.into());
 
         for (temporary, name) in self.temporary.iter().zip(&names) {
             let path = self.dir.join(name);
             fs::rename(temporary, &path).map_err(ModelError::io(&path, "replace"))?;
         }
         self.temporary.clear();
-        self.remove_old(&names)?;
+        if self.config_name == CONFIG {
+            self.remove_old(&names)?;
+        }
         // The directory holds the new names only once it is on the disk too.
         let dir = File::open(&self.dir).and_then(|d| d.sync_all());
         dir.map_err(ModelError::io(&self.dir, "flush the folder"))

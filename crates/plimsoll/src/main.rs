@@ -15,6 +15,7 @@ mod planning;
 mod profiles;
 mod recipe_args;
 mod units;
+mod weights;
 
 use std::process::ExitCode;
 

@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_arch::{Architecture, preset};
 use plimsoll_model::{Checkpoint, GgufMetadata, read_architecture};
+use plimsoll_program::Quant;
+use plimsoll_quant::Format4bit;
 use plimsoll_text::{
     FoundTemplate, GgufVocab, TemplateSource, Tokenizer, chatml, find_template, gguf_template,
 };
@@ -34,6 +36,20 @@ pub fn open_architecture(model: &str) -> Result<Architecture, Stop> {
         Some(path) => read_architecture(&path).map_err(Stop::input),
         None => preset(model).map_err(Stop::input),
     }
+}
+
+/// How the files of a model have their matrices: four bits of a kind, or none where they
+/// are in another form or not there.
+pub fn stored_quant(model: &str) -> Option<Quant> {
+    let path = locate(model).ok()??;
+    Checkpoint::open(&path).ok().as_ref().and_then(quant_of)
+}
+
+fn quant_of(checkpoint: &Checkpoint) -> Option<Quant> {
+    let head = checkpoint.format_4bit("lm_head.weight").is_some();
+    let Format4bit { codebook, double } =
+        checkpoint.tensor_names().find_map(|name| checkpoint.format_4bit(name))?;
+    Some(Quant { codebook, double, head })
 }
 
 /// The model with its weights, tokenizer and chat template.
@@ -203,6 +219,11 @@ impl ModelSource {
             Ok(bytes) => Ok(vec![(GENERATION_CONFIG.to_owned(), bytes)]),
             Err(_) => Ok(Vec::new()),
         }
+    }
+
+    /// As [`stored_quant`].
+    pub fn stored_quant(&self) -> Option<Quant> {
+        self.checkpoint.as_ref().and_then(quant_of)
     }
 
     /// Weights to run with, or the reason why there are none.

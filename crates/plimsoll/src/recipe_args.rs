@@ -44,6 +44,52 @@ impl QuantArg {
     }
 }
 
+/// How frozen matrices are stored, shared by every command that runs a model.
+#[derive(Clone, Debug, Default, Args)]
+pub struct QuantArgs {
+    /// How frozen matrices are stored [default: as the model's files have them; nf4-dq for
+    /// --method qlora]
+    #[arg(long, value_enum)]
+    pub quant: Option<QuantArg>,
+    /// Store the head in four bits as well.
+    #[arg(long)]
+    pub quant_head: bool,
+}
+
+impl QuantArgs {
+    /// What is wanted, given how the model's files have them: `stored`, or where they
+    /// are in no four bits, `default`.
+    ///
+    /// # Errors
+    /// Four bits of another kind than the files'.
+    pub fn quant(
+        &self,
+        default: Option<Quant>,
+        stored: Option<Quant>,
+    ) -> Result<Option<Quant>, Stop> {
+        let head = self.quant_head || stored.is_some_and(|s| s.head);
+        let chosen = match self.quant {
+            None => stored.or(default),
+            Some(arg) => arg.quant(false),
+        };
+        match (chosen, stored) {
+            (Some(quant), Some(stored)) if quant.format() != stored.format() => {
+                Err(Stop::Input(format!(
+                    "--quant {}: the weights of this model are in {} already: give --quant {}, or \
+                     --quant none to work with them multiplied out",
+                    quant.name(),
+                    stored.name(),
+                    stored.name()
+                )))
+            }
+            (None, _) if self.quant_head => Err(Stop::Input(
+                "--quant-head: nothing is in four bits here: give --quant as well".into(),
+            )),
+            (chosen, _) => Ok(chosen.map(|quant| Quant { head, ..quant })),
+        }
+    }
+}
+
 /// Adapters, as PEFT's `LoraConfig` names them.
 #[derive(Clone, Debug, Args)]
 pub struct LoraArgs {
@@ -188,24 +234,25 @@ pub struct RecipeArgs {
     pub loss_rows: Option<usize>,
     #[command(flatten)]
     pub lora: LoraArgs,
-    /// How frozen matrices are stored [default: nf4-dq for qlora, else none]
-    #[arg(long, value_enum)]
-    pub quant: Option<QuantArg>,
-    /// Store the head in four bits as well.
-    #[arg(long)]
-    pub quant_head: bool,
+    #[command(flatten)]
+    pub quant: QuantArgs,
 }
 
 /// Sequence length where the user names none.
 const DEFAULT_SEQ: usize = 2048;
 
 impl RecipeArgs {
-    /// The recipe for a model; `auto` recompute stays `none` here and is
+    /// The recipe for a model whose files have their matrices as `stored`; `auto` recompute stays `none` here and is
     /// resolved by whoever knows the memory.
     ///
     /// # Errors
     /// A value is out of range, or two do not go together.
-    pub fn recipe(&self, arch: &Architecture, default: Precision) -> Result<Recipe, Stop> {
+    pub fn recipe(
+        &self,
+        arch: &Architecture,
+        stored: Option<Quant>,
+        default: Precision,
+    ) -> Result<Recipe, Stop> {
         let state = self.optimizer_dtype.dtype();
         self.check_numbers()?;
         let optimizer = match self.optimizer {
@@ -237,7 +284,7 @@ impl RecipeArgs {
             MethodArg::Qlora => QuantArg::Nf4Dq,
             _ => QuantArg::None,
         };
-        let quant = self.quant.unwrap_or(default_quant).quant(self.quant_head);
+        let quant = self.quant.quant(default_quant.quant(false), stored)?;
         if self.method == MethodArg::Qlora && quant.is_none() {
             return Err(Stop::Input("--method qlora needs four bits: use --method lora".into()));
         }

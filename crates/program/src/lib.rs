@@ -19,10 +19,8 @@ mod weights;
 pub use cost::Work;
 pub use lora::{Lora, PRODUCTS, Projection};
 pub use op::{Access, AttentionShape, Op, OpKind, Phase};
-pub use quantized::{
-    Codebook, NESTED_BLOCK, Nested, QUANT_BLOCK, Quant, QuantizedMatrix, QuantizedPart,
-    quantized_name,
-};
+pub use plimsoll_quant::{BLOCK as QUANT_BLOCK, Codebook, NESTED_BLOCK};
+pub use quantized::{Nested, Quant, QuantizedMatrix, QuantizedPart, quantized_name};
 pub use recipe::{
     AdamW, AdamW8bit, Decay, Method, Optimizer, Recipe, RecipeError, Recompute, RecomputePlan, Sgd,
 };

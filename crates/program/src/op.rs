@@ -440,6 +440,14 @@ impl OpKind {
         }
     }
 
+    /// The matrix in four bits that an op reads.
+    pub fn quantized(&self) -> Option<&QuantizedMatrix> {
+        match self {
+            OpKind::LinearQuantized { w, .. } | OpKind::Dequantize { w, .. } => Some(w),
+            _ => None,
+        }
+    }
+
     /// The name of the op's family, as in a table of times.
     pub fn name(&self) -> &'static str {
         match self {

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! OUT/checkpoint-00000120/model.safetensors, config.json   the weights, as any tool reads them
+//!                         (adapter_model.safetensors, adapter_config.json: adapters alone)
 //!                         optimizer.safetensors            moments, bit for bit
 //!                         trainer.json                     step, place in the data, best so far
 //! ```
@@ -14,11 +15,11 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_arch::DType;
 use plimsoll_model::{
-    Checkpoint, ModelError, SafetensorsWriter, first_non_finite, first_non_finite_bf16,
-    load_weights, save_weights,
+    Adapter, Checkpoint, ModelError, SafetensorsWriter, first_non_finite, first_non_finite_bf16,
+    load_adapter, load_weights, save_parts,
 };
 use plimsoll_plan::DeviceError;
-use plimsoll_program::{Class, TensorId, weight_parts};
+use plimsoll_program::{Class, TensorId, WeightPart, weight_parts};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, json};
 
@@ -29,6 +30,15 @@ const TRAINER: &str = "trainer.json";
 
 /// Name and contents of a file that is laid beside a model: the tokenizer's.
 pub type ExtraFile = (String, Vec<u8>);
+
+/// What goes with every model that is written.
+#[derive(Clone, Debug, Default)]
+pub struct ModelFiles {
+    /// What adapters were trained on, as a tool would find it: a path or a name.
+    pub base: String,
+    /// Laid beside the weights.
+    pub extra: Vec<ExtraFile>,
+}
 
 /// Where a run stands, beside its tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -137,12 +147,12 @@ impl Session<'_> {
         &mut self,
         out: &Path,
         state: &TrainerState,
-        extra: &[ExtraFile],
+        files: &ModelFiles,
         keep: usize,
     ) -> Result<PathBuf, CheckpointError> {
         let path = out.join(folder_name(state.step));
         self.replace_folder(&path, |session, folder| {
-            session.save_model(folder, extra)?;
+            session.save_model(folder, files)?;
             session.save_optimizer(&folder.join(OPTIMIZER))?;
             let text = serde_json::to_string_pretty(state)
                 .map_err(|e| io_error("write", folder)(e.into()))?;
@@ -192,27 +202,35 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// Writes the weights as a model directory: safetensors, config.json, and
-    /// the extra files.
+    /// What is trained, as tensors of a checkpoint: adapters, or all weights.
+    fn trained_parts(&self) -> Vec<WeightPart> {
+        let plan = self.plan;
+        let lora = plan.recipe.lora.as_ref();
+        lora.map_or_else(|| weight_parts(&plan.arch), |lora| lora.parts(&plan.arch))
+    }
+
+    /// Writes what was trained: the weights as a model directory (safetensors and
+    /// config.json), or adapters as PEFT has them; and the extra files.
     ///
     /// # Errors
     /// A weight is not finite, or the disk refuses.
-    pub fn save_model(
-        &mut self,
-        folder: &Path,
-        extra: &[ExtraFile],
-    ) -> Result<(), CheckpointError> {
+    pub fn save_model(&mut self, folder: &Path, files: &ModelFiles) -> Result<(), CheckpointError> {
         self.check_finite()?;
-        for (name, bytes) in extra {
+        for (name, bytes) in &files.extra {
             write_and_flush(&folder.join(name), bytes)?;
         }
-        let plan = self.plan;
-        let tensors: Vec<(String, Vec<usize>)> =
-            weight_parts(&plan.arch).into_iter().map(|p| (p.source, p.shape)).collect();
-        let mut writer =
-            SafetensorsWriter::create(folder, &plan.arch, plan.recipe.precision, &tensors)?;
+        let (plan, parts) = (self.plan, self.trained_parts());
+        let (arch, precision) = (&plan.arch, plan.recipe.precision);
+        let mut writer = match &plan.recipe.lora {
+            Some(lora) => SafetensorsWriter::adapter(folder, lora, &files.base, arch, precision)?,
+            None => {
+                let tensors: Vec<(String, Vec<usize>)> =
+                    parts.iter().map(|p| (p.source.clone(), p.shape.clone())).collect();
+                SafetensorsWriter::create(folder, arch, precision, &tensors)?
+            }
+        };
         let (program, layout) = (&plan.train, &plan.train_layout);
-        save_weights(self.device, program, layout, &plan.arch, |name, dtype, bytes| match dtype {
+        save_parts(self.device, program, layout, &parts, |name, dtype, bytes| match dtype {
             DType::Bf16 => writer.write_bf16(name, bytemuck::cast_slice(bytes)),
             _ => writer.write_f32(name, bytemuck::cast_slice(bytes)),
         })?;
@@ -221,10 +239,10 @@ impl Session<'_> {
 
     /// A model with a NaN must not take the place of one without.
     fn check_finite(&mut self) -> Result<(), CheckpointError> {
-        let plan = self.plan;
         let mut found = None;
-        let (program, layout) = (&plan.train, &plan.train_layout);
-        save_weights(self.device, program, layout, &plan.arch, |name, dtype, bytes| {
+        let (program, layout) = (&self.plan.train, &self.plan.train_layout);
+        let parts = self.trained_parts();
+        save_parts(self.device, program, layout, &parts, |name, dtype, bytes| {
             let index = match dtype {
                 DType::Bf16 => first_non_finite_bf16(bytemuck::cast_slice(bytes)),
                 _ => first_non_finite(bytemuck::cast_slice(bytes)),
@@ -286,7 +304,8 @@ impl Session<'_> {
         file.sync_all().map_err(io_error("flush", path))
     }
 
-    /// Fills the slab from a checkpoint and says where the run stood.
+    /// Fills the slab from a checkpoint and says where the run stood. Weights that
+    /// are frozen are not in a checkpoint and must be there already.
     ///
     /// # Errors
     /// A file is damaged, or belongs to a run with other settings.
@@ -308,10 +327,19 @@ impl Session<'_> {
             return Err(CheckpointError::OtherRun { path: folder.to_path_buf(), key, was, now });
         }
         let plan = self.plan;
-        let checkpoint = Checkpoint::open(folder)?;
-        checkpoint.validate()?;
         let (program, layout) = (&plan.train, &plan.train_layout);
-        load_weights(self.device, program, layout, &plan.arch, &checkpoint)?;
+        if let Some(lora) = &plan.recipe.lora {
+            let adapter = Adapter::open(folder, &plan.arch)?;
+            if adapter.lora() != lora {
+                let reason = "its adapters are not those of this run".to_owned();
+                return Err(damaged(folder, reason));
+            }
+            load_adapter(self.device, program, layout, &plan.arch, &adapter)?;
+        } else {
+            let checkpoint = Checkpoint::open(folder)?;
+            checkpoint.validate()?;
+            load_weights(self.device, program, layout, &plan.arch, &checkpoint)?;
+        }
 
         let path = folder.join(OPTIMIZER);
         let file = File::open(&path).map_err(io_error("open", &path))?;

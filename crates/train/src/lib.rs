@@ -11,7 +11,7 @@ mod schedule;
 mod step;
 mod tensorboard;
 
-pub use checkpoint::{CheckpointError, ExtraFile, TrainerState, checkpoints};
+pub use checkpoint::{CheckpointError, ExtraFile, ModelFiles, TrainerState, checkpoints};
 pub use early_stop::{Best, EarlyStop, EarlyStopError, Verdict};
 pub use metrics::{MetricsError, MetricsLog};
 pub use run::{

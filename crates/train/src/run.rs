@@ -9,7 +9,7 @@ use plimsoll_data::{Batch, BatchOrder, DataError, OrderState, Packed};
 use plimsoll_plan::DeviceError;
 use serde::Serialize;
 
-use crate::checkpoint::{CheckpointError, ExtraFile, TrainerState, remove_abandoned};
+use crate::checkpoint::{CheckpointError, ModelFiles, TrainerState, remove_abandoned};
 use crate::{
     EventWriter, MetricsError, MetricsLog, MicroBatch, Schedule, Session, TensorBoardError,
 };
@@ -104,8 +104,8 @@ pub struct RunOptions {
     pub save_every: u64,
     /// Checkpoints that are kept.
     pub keep: usize,
-    /// Laid beside every model that is written.
-    pub extra_files: Vec<ExtraFile>,
+    /// What goes with every model that is written.
+    pub files: ModelFiles,
 }
 
 /// Why the loop ended.
@@ -287,14 +287,14 @@ pub fn run(
             if verdict.improved {
                 let best = options.out.join("best");
                 session
-                    .replace_folder(&best, |s, folder| s.save_model(folder, &options.extra_files))
+                    .replace_folder(&best, |s, folder| s.save_model(folder, &options.files))
                     .map_err(saving)?;
             }
             patience_over = verdict.stop;
         }
         if last || patience_over || asked || step.is_multiple_of(options.save_every) {
             let path = session
-                .save_checkpoint(&options.out, &state, &options.extra_files, options.keep)
+                .save_checkpoint(&options.out, &state, &options.files, options.keep)
                 .map_err(saving)?;
             on_event(Event::Saved(&path));
         }
@@ -305,7 +305,7 @@ pub fn run(
         }
     }
     if summary.ended != Ended::Interrupted {
-        session.save_model(&options.out, &options.extra_files)?;
+        session.save_model(&options.out, &options.files)?;
     }
     let best = state.early_stop.best();
     summary.steps = state.step;

@@ -165,12 +165,17 @@ impl Session<'_> {
             seed: seed.wrapping_add(step.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
         };
         let (program, layout) = (&self.plan.train, &self.plan.train_layout);
-        self.write_scalars(program, layout, scalars)?;
         for (n, batch) in batches.iter().enumerate() {
+            // Each micro-batch drops other activations.
+            let seed = scalars.seed ^ (n as u64).wrapping_mul(0xa076_1d64_78bd_642f);
+            self.write_scalars(program, layout, StepScalars { seed, ..scalars })?;
             self.write_batch(program, layout, batch)?;
             let name = if n == 0 { build::FIRST_MICRO_BATCH } else { build::OTHER_MICRO_BATCHES };
             let section = program.section(name).expect("a training step has it");
             self.device.run(program, layout, section)?;
+        }
+        if batches.len() > 1 {
+            self.write_scalars(program, layout, scalars)?;
         }
         Ok(())
     }

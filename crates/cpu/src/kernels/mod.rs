@@ -47,6 +47,9 @@ pub use norm::{
 };
 pub use optimizer::{AdamW, Rounding, adamw, sgd};
 pub use optimizer8bit::adamw8bit;
-pub use quantized::{QuantizedSlice, Scales, dequantize};
+pub use quantized::{
+    MAX_PARTS, QUANTIZED_ROWS, QuantizedSlice, Scales, dequantize, linear_quantized,
+    linear_quantized_workspace,
+};
 pub use rope::rope;
 pub use swiglu::{swiglu_backward, swiglu_backward_in_place, swiglu_forward};

@@ -1,9 +1,11 @@
-//! Matrices in four bits, multiplied out.
+//! Matrices in four bits: multiplied out, or on the way through a product with a few
+//! rows.
 
 use plimsoll_program::{NESTED_BLOCK, QUANT_BLOCK};
 
 use super::Elem;
 use super::parallel::{Shared, for_each};
+use super::simd::{Isa, LANES, isa, sum_lanes};
 
 /// One part of a matrix in four bits.
 #[derive(Clone, Copy)]
@@ -28,6 +30,16 @@ pub enum Scales<'a> {
 }
 
 impl Scales<'_> {
+    fn check(&self, blocks: usize) {
+        let enough = match self {
+            Scales::Plain(scales) => scales.len() >= blocks,
+            Scales::Nested { codes, absmax, .. } => {
+                codes.len() >= blocks && absmax.len() >= blocks.div_ceil(NESTED_BLOCK)
+            }
+        };
+        assert!(enough, "scales of {blocks} blocks");
+    }
+
     #[inline(always)]
     fn of(&self, block: usize) -> f32 {
         match self {
@@ -64,4 +76,344 @@ pub fn dequantize<E: Elem>(w: &QuantizedSlice, out: &mut [E]) {
             }
         }
     });
+}
+
+/// Parts of one matrix, at most.
+pub const MAX_PARTS: usize = 4;
+
+/// Most rows of x that [`linear_quantized`] takes.
+pub const QUANTIZED_ROWS: usize = 8;
+
+// Bytes of codes that one task reads.
+const TASK_BYTES: usize = 32 * 1024;
+
+/// `f32` elements of workspace of [`linear_quantized`].
+pub fn linear_quantized_workspace(m: usize, k: usize) -> usize {
+    m * k
+}
+
+/// y = x wᵀ, or y += x wᵀ where `accumulate`, plus `bias` (N): x (M, K) with M at most
+/// [`QUANTIZED_ROWS`], w (N, K) in four bits: `parts` one below the other, each with its
+/// number of rows. Rows of x and y are `x_stride` and `y_stride` apart.
+///
+/// The codes are read once, in place: no more of the matrix than a few registers ever
+/// exists in another form. Each element is a sum of blocks of 64, in a fixed order.
+pub fn linear_quantized<X: Elem, Y: Elem>(
+    (x, x_stride): (&[X], usize),
+    parts: &[(QuantizedSlice, usize)],
+    bias: Option<&[X]>,
+    (y, y_stride): (&mut [Y], usize),
+    (m, n, k): (usize, usize, usize),
+    accumulate: bool,
+    ws: &mut [f32],
+) {
+    assert!((1..=QUANTIZED_ROWS).contains(&m), "{m} rows, at most {QUANTIZED_ROWS}");
+    assert!(x.len() >= (m - 1) * x_stride + k, "x");
+    assert!(y.len() >= (m - 1) * y_stride + n, "y");
+    assert_eq!(parts.iter().map(|p| p.1).sum::<usize>(), n, "rows of the parts");
+    for (part, rows) in parts {
+        assert!(part.codes.len() >= (rows * k).div_ceil(2), "codes");
+        part.scales.check((rows * k).div_ceil(QUANT_BLOCK));
+    }
+    if let Some(bias) = bias {
+        assert_eq!(bias.len(), n, "bias");
+    }
+    let whole = k.is_multiple_of(QUANT_BLOCK);
+    let xs = &mut ws[..m * k];
+    for (to, from) in xs.chunks_exact_mut(k).zip(x.chunks(x_stride)) {
+        if whole {
+            split(&from[..k], to);
+        } else {
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = from.to_f32());
+        }
+    }
+    let (xs, y) = (&*xs, Shared::new(y));
+    let rows = (2 * TASK_BYTES / k.max(1)).max(1);
+    for_each(n.div_ceil(rows), m * n * k > 32 * 1024, |task| {
+        let range = task * rows..n.min((task + 1) * rows);
+        let out = Columns { parts, bias, y, stride: y_stride, accumulate };
+        match m {
+            1 => out.fill::<1>(xs, k, range),
+            2 => out.fill::<2>(xs, k, range),
+            3 => out.fill::<3>(xs, k, range),
+            4 => out.fill::<4>(xs, k, range),
+            5 => out.fill::<5>(xs, k, range),
+            6 => out.fill::<6>(xs, k, range),
+            7 => out.fill::<7>(xs, k, range),
+            _ => out.fill::<8>(xs, k, range),
+        }
+    });
+}
+
+/// Elements whose codes are loaded together.
+const GROUP: usize = 16;
+
+/// In each group first the elements of even place, whose codes are in the high halves
+/// of bytes, then the others.
+fn split<X: Elem>(from: &[X], to: &mut [f32]) {
+    for (from, to) in from.chunks_exact(GROUP).zip(to.chunks_exact_mut(GROUP)) {
+        let (even, odd) = to.split_at_mut(GROUP / 2);
+        for i in 0..GROUP / 2 {
+            even[i] = from[2 * i].to_f32();
+            odd[i] = from[2 * i + 1].to_f32();
+        }
+    }
+}
+
+/// Where the columns of y go.
+struct Columns<'a, X, Y> {
+    parts: &'a [(QuantizedSlice<'a>, usize)],
+    bias: Option<&'a [X]>,
+    y: Shared<Y>,
+    stride: usize,
+    accumulate: bool,
+}
+
+impl<X: Elem, Y: Elem> Columns<'_, X, Y> {
+    fn fill<const M: usize>(&self, xs: &[f32], k: usize, range: std::ops::Range<usize>) {
+        let mut first = 0;
+        for (part, rows) in self.parts {
+            let end = range.end.min(first + rows);
+            for j in range.start.max(first)..end {
+                let sums = row_dots::<M>(part, j - first, xs, k);
+                for (i, mut sum) in sums.into_iter().enumerate() {
+                    // SAFETY: this task owns these columns.
+                    let y = unsafe { &mut self.y.slice(i * self.stride + j, 1)[0] };
+                    if self.accumulate {
+                        sum += y.to_f32();
+                    }
+                    if let Some(bias) = self.bias {
+                        sum += bias[j].to_f32();
+                    }
+                    *y = Y::from_f32(sum);
+                }
+            }
+            first += rows;
+        }
+    }
+}
+
+/// Dot products of row `row` of w (.., K) with `M` rows of xs.
+fn row_dots<const M: usize>(w: &QuantizedSlice, row: usize, xs: &[f32], k: usize) -> [f32; M] {
+    if !k.is_multiple_of(QUANT_BLOCK) {
+        return row_dots_anywhere(w, row, xs, k);
+    }
+    #[cfg(target_arch = "x86_64")]
+    if isa() >= Isa::Avx2 {
+        // SAFETY: the processor has the instructions; the caller checked the lengths.
+        return unsafe { x86::row_dots(w, row, xs.as_ptr(), k) };
+    }
+    let mut out = [0.0; M];
+    for block in 0..k / QUANT_BLOCK {
+        let index = row * (k / QUANT_BLOCK) + block;
+        let codes = &w.codes[index * QUANT_BLOCK / 2..][..QUANT_BLOCK / 2];
+        let mut values = [0.0f32; QUANT_BLOCK];
+        for (values, codes) in values.chunks_exact_mut(GROUP).zip(codes.chunks_exact(GROUP / 2)) {
+            for (i, byte) in codes.iter().enumerate() {
+                values[i] = w.codebook[(byte >> 4) as usize];
+                values[GROUP / 2 + i] = w.codebook[(byte & 15) as usize];
+            }
+        }
+        let scale = w.scales.of(index);
+        for (i, out) in out.iter_mut().enumerate() {
+            let x = &xs[i * k + block * QUANT_BLOCK..][..QUANT_BLOCK];
+            let mut acc = [0.0f32; LANES];
+            for (values, x) in values.chunks_exact(LANES).zip(x.chunks_exact(LANES)) {
+                for l in 0..LANES {
+                    acc[l] += values[l] * x[l];
+                }
+            }
+            *out += scale * sum_lanes(acc);
+        }
+    }
+    out
+}
+
+/// As [`row_dots`] where rows do not begin with a block, and maybe within a byte.
+fn row_dots_anywhere<const M: usize>(
+    w: &QuantizedSlice,
+    row: usize,
+    xs: &[f32],
+    k: usize,
+) -> [f32; M] {
+    let mut out = [0.0; M];
+    let mut p = 0;
+    while p < k {
+        let element = row * k + p;
+        let len = (QUANT_BLOCK - element % QUANT_BLOCK).min(k - p);
+        let scale = w.scales.of(element / QUANT_BLOCK);
+        for (i, out) in out.iter_mut().enumerate() {
+            let mut sum = 0.0;
+            for (e, x) in (element..).zip(&xs[i * k + p..][..len]) {
+                let byte = w.codes[e / 2];
+                let code = if e.is_multiple_of(2) { byte >> 4 } else { byte & 15 };
+                sum += w.codebook[code as usize] * x;
+            }
+            *out += scale * sum;
+        }
+        p += len;
+    }
+    out
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{GROUP, QUANT_BLOCK, QuantizedSlice};
+    use std::arch::x86_64::*;
+
+    /// The numbers of the codes in the low four bits of each lane. `sign` has bit 3 of
+    /// the code as its highest; the bits above the code do not matter in `code`.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,bmi2")]
+    fn lookup(low: __m256, high: __m256, code: __m256i, sign: __m256i) -> __m256 {
+        let below = _mm256_permutevar8x32_ps(low, code);
+        let above = _mm256_permutevar8x32_ps(high, code);
+        _mm256_blendv_ps(below, above, _mm256_castsi256_ps(sign))
+    }
+
+    /// [`super::row_dots`] for rows of whole blocks.
+    ///
+    /// # Safety
+    /// `xs` has M rows of k elements, `w` the row.
+    #[target_feature(enable = "avx2,fma,bmi2")]
+    pub unsafe fn row_dots<const M: usize>(
+        w: &QuantizedSlice,
+        row: usize,
+        xs: *const f32,
+        k: usize,
+    ) -> [f32; M] {
+        unsafe {
+            let (low, high) =
+                (_mm256_loadu_ps(w.codebook.as_ptr()), _mm256_loadu_ps(w.codebook.as_ptr().add(8)));
+            let blocks = k / QUANT_BLOCK;
+            let mut codes = w.codes.as_ptr().add(row * k / 2);
+            let mut acc = [_mm256_setzero_ps(); M];
+            for block in 0..blocks {
+                let mut sums = [[_mm256_setzero_ps(); 2]; M];
+                for group in 0..QUANT_BLOCK / GROUP {
+                    let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(codes.cast()));
+                    codes = codes.add(GROUP / 2);
+                    let even = lookup(
+                        low,
+                        high,
+                        _mm256_srli_epi32::<4>(bytes),
+                        _mm256_slli_epi32::<24>(bytes),
+                    );
+                    let odd = lookup(low, high, bytes, _mm256_slli_epi32::<28>(bytes));
+                    let at = block * QUANT_BLOCK + group * GROUP;
+                    for i in 0..M {
+                        let x = xs.add(i * k + at);
+                        sums[i][0] = _mm256_fmadd_ps(even, _mm256_loadu_ps(x), sums[i][0]);
+                        sums[i][1] = _mm256_fmadd_ps(odd, _mm256_loadu_ps(x.add(8)), sums[i][1]);
+                    }
+                }
+                let scale = _mm256_set1_ps(w.scales.of(row * blocks + block));
+                for i in 0..M {
+                    let sum = _mm256_add_ps(sums[i][0], sums[i][1]);
+                    acc[i] = _mm256_fmadd_ps(scale, sum, acc[i]);
+                }
+            }
+            acc.map(|acc| {
+                let four = _mm_add_ps(_mm256_castps256_ps128(acc), _mm256_extractf128_ps::<1>(acc));
+                let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+                _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+            })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_quant::{Codebook, DynamicMap, quantize_4bit, quantize_absmax};
+
+    use super::*;
+    use crate::kernels::simd::limit_isa;
+
+    fn random(n: usize, seed: u32) -> Vec<f32> {
+        let mut x = seed.wrapping_mul(2_654_435_761) | 1;
+        let mut next = || {
+            x ^= x << 13;
+            x ^= x >> 17;
+            x ^= x << 5;
+            x as f32 / u32::MAX as f32 - 0.5
+        };
+        (0..n).map(|_| next()).collect()
+    }
+
+    struct Part {
+        rows: usize,
+        codes: Vec<u8>,
+        plain: Vec<f32>,
+        nested: (Vec<u8>, Vec<f32>, f32),
+    }
+
+    fn part(rows: usize, k: usize, seed: u32) -> Part {
+        let n = rows * k;
+        let blocks = n.div_ceil(QUANT_BLOCK);
+        let (mut codes, mut plain) = (vec![0; n.div_ceil(2)], vec![0.0; blocks]);
+        quantize_4bit(Codebook::Nf4, &random(n, seed), &mut codes, &mut plain).unwrap();
+        let mut nested = (vec![0; blocks], vec![0.0; blocks.div_ceil(NESTED_BLOCK)], 0.0);
+        nested.2 = quantize_absmax(&mut plain.clone(), &mut nested.0, &mut nested.1);
+        Part { rows, codes, plain, nested }
+    }
+
+    impl Part {
+        fn slice(&self, double: bool) -> (QuantizedSlice<'_>, usize) {
+            let scales = if double {
+                let (codes, absmax, offset) = (&self.nested.0[..], &self.nested.1[..], self.nested.2);
+                Scales::Nested { codes, absmax, offset, map: DynamicMap::signed().values() }
+            } else {
+                Scales::Plain(&self.plain)
+            };
+            let codebook = Codebook::Nf4.values();
+            (QuantizedSlice { codebook, codes: &self.codes, scales }, self.rows)
+        }
+    }
+
+    #[test]
+    fn the_fused_product_is_that_of_the_matrix_multiplied_out() {
+        for isa in [Isa::Portable, Isa::Avx512] {
+            limit_isa(isa);
+            for k in [1, 31, 64, 80, 192, 576] {
+                let parts = [part(70, k, 1), part(5, k, 2), part(1, k, 3)];
+                let n: usize = parts.iter().map(|p| p.rows).sum();
+                for (m, double) in (1..=QUANTIZED_ROWS).flat_map(|m| [(m, false), (m, true)]) {
+                    let slices: Vec<_> = parts.iter().map(|p| p.slice(double)).collect();
+                    let mut w = Vec::new();
+                    for (slice, rows) in &slices {
+                        let mut out = vec![0.0f32; rows * k];
+                        dequantize(slice, &mut out);
+                        w.extend(out);
+                    }
+                    let (stride, y_stride) = (k + 3, n + 2);
+                    let (x, bias) = (random(m * stride, 7), random(n, 8));
+                    let before = random(m * y_stride, 9);
+                    for accumulate in [false, true] {
+                        let mut y = before.clone();
+                        let mut ws = vec![f32::NAN; linear_quantized_workspace(m, k)];
+                        linear_quantized(
+                            (&x, stride),
+                            &slices,
+                            Some(&bias),
+                            (&mut y, y_stride),
+                            (m, n, k),
+                            accumulate,
+                            &mut ws,
+                        );
+                        for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+                            let products = (0..k)
+                                .map(|p| f64::from(x[i * stride + p]) * f64::from(w[j * k + p]));
+                            let was = if accumulate { before[i * y_stride + j] } else { 0.0 };
+                            let expected =
+                                products.sum::<f64>() + f64::from(bias[j]) + f64::from(was);
+                            let found = f64::from(y[i * y_stride + j]);
+                            let error = (found - expected).abs();
+                            assert!(error < 1e-5 * (1.0 + expected.abs()), "{m} {k} {i} {j}");
+                        }
+                    }
+                }
+            }
+        }
+        limit_isa(Isa::Avx512);
+    }
 }

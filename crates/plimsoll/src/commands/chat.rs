@@ -7,7 +7,7 @@ use plimsoll_text::Message;
 
 use crate::commands::generate::{Loaded, SamplingArgs};
 use crate::exit::{Outcome, Stop};
-use crate::model_source::open_model;
+use crate::weights::{Weights, WeightsArgs};
 use crate::{output, units};
 
 #[derive(Debug, Args)]
@@ -15,6 +15,8 @@ pub struct ChatArgs {
     /// A model directory, a .gguf file, or org/name in the local hub cache.
     #[arg(long)]
     pub model: String,
+    #[command(flatten)]
+    pub weights: WeightsArgs,
     /// What the model is told before the conversation.
     #[arg(long)]
     pub system: Option<String>,
@@ -26,9 +28,10 @@ pub struct ChatArgs {
 const CONTEXT: usize = 4096;
 
 pub fn run(args: &ChatArgs) -> Outcome {
-    let model = open_model(&args.model)?;
+    let weights = Weights::open(&args.model, &args.weights)?;
+    let model = &weights.model;
     let context = args.sampling.context.unwrap_or(CONTEXT.min(model.arch.max_position_embeddings));
-    let mut loaded = Loaded::new(&model, context, &args.sampling)?;
+    let mut loaded = Loaded::new(&weights, context, &args.sampling)?;
     note!(
         "{}: {} in memory, context of {context} tokens; chat template: {}. An empty line or \
          Ctrl-D ends.",

@@ -1,7 +1,7 @@
 //! `plimsoll evaluate`: loss and perplexity of a model on data.
 
 use clap::Args;
-use plimsoll_model::{init_state, load_weights};
+use plimsoll_model::init_state;
 use plimsoll_program::Recipe;
 use plimsoll_train::{Session, TrainPlan, evaluate};
 use serde_json::json;
@@ -9,8 +9,8 @@ use serde_json::json;
 use crate::data_args::DataArgs;
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
-use crate::model_source::open_model;
 use crate::recipe_args::Precision;
+use crate::weights::{Weights, WeightsArgs};
 use crate::{Format, units};
 
 #[derive(Debug, Args)]
@@ -18,6 +18,8 @@ pub struct EvaluateArgs {
     /// A model directory, a .gguf file, or org/name in the local hub cache.
     #[arg(long)]
     pub model: String,
+    #[command(flatten)]
+    pub weights: WeightsArgs,
     #[command(flatten)]
     pub data: DataArgs,
     #[arg(long, default_value_t = 1)]
@@ -35,12 +37,13 @@ pub struct EvaluateArgs {
 
 pub fn run(args: &EvaluateArgs) -> Outcome {
     let (format, _) = args.data.formats()?;
-    let model = open_model(&args.model)?;
-    let checkpoint = model.weights()?;
+    let weights = Weights::open(&args.model, &args.weights)?;
+    let model = &weights.model;
     let seq = args.seq.unwrap_or(model.arch.max_position_embeddings.min(1024));
     let kind = DeviceArg::resolve(args.device);
     let precision = args.precision.unwrap_or(kind.default_precision());
-    let recipe = Recipe::full(precision.dtype(), args.batch, seq);
+    let recipe = Recipe::infer(precision.dtype(), args.batch, seq);
+    let recipe = weights.recipe(recipe);
     let target = kind.target();
     let plan = TrainPlan::for_evaluation(&model.arch, &recipe, &*target).map_err(Stop::input)?;
     let limit = kind.memory_bytes()?;
@@ -54,11 +57,11 @@ pub fn run(args: &EvaluateArgs) -> Outcome {
             units::bytes(limit)
         )));
     }
-    let rows = args.data.rows(&model, args.batch, seq, 0)?.train;
+    let rows = args.data.rows(model, args.batch, seq, 0)?.train;
     let mut device = kind.reserve(plan.slab_bytes())?;
     let (program, layout) = (&plan.evaluate, &plan.evaluate_layout);
     init_state(&mut *device, program, layout, &model.arch)?;
-    load_weights(&mut *device, program, layout, &model.arch, checkpoint)?;
+    weights.load(&mut *device, program, layout)?;
     let mut session = Session { plan: &plan, device: &mut *device };
     let (loss, tokens) = evaluate(&mut session, &rows)?;
     match format {

@@ -2,15 +2,16 @@
 
 use clap::Args;
 use plimsoll_infer::{Generator, InferPlan, Sampler, Sampling, StopReason};
-use plimsoll_model::{init_state, load_weights};
+use plimsoll_model::init_state;
 use plimsoll_plan::Device;
 use plimsoll_program::{Recipe, Target};
 use serde_json::json;
 
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
-use crate::model_source::{ModelSource, open_model};
+use crate::model_source::ModelSource;
 use crate::recipe_args::Precision;
+use crate::weights::{Weights, WeightsArgs};
 use crate::{Format, output, units};
 
 /// How tokens are chosen, shared with `chat`.
@@ -69,6 +70,8 @@ pub struct GenerateArgs {
     /// A model directory, a .gguf file, or org/name in the local hub cache.
     #[arg(long)]
     pub model: String,
+    #[command(flatten)]
+    pub weights: WeightsArgs,
     /// Text to continue, as it is: no chat template is applied.
     #[arg(long, conflicts_with = "prompt_ids")]
     pub prompt: Option<String>,
@@ -88,12 +91,13 @@ pub struct GenerateArgs {
 }
 
 pub fn run(args: &GenerateArgs) -> Outcome {
-    let model = open_model(&args.model)?;
-    let prompt = prompt_ids(args, &model)?;
+    let weights = Weights::open(&args.model, &args.weights)?;
+    let model = &weights.model;
+    let prompt = prompt_ids(args, model)?;
     // A prompt needs one position more than its own, even if nothing is to follow.
     let wanted = prompt.len().saturating_add(args.sampling.max_new_tokens.max(1));
     let context = args.sampling.context.unwrap_or(wanted.min(model.arch.max_position_embeddings));
-    let mut loaded = Loaded::new(&model, context, &args.sampling)?;
+    let mut loaded = Loaded::new(&weights, context, &args.sampling)?;
     let peak_bytes = loaded.plan.slab_bytes();
     let mut sampler = args.sampling.sampler()?;
     let stop_ids = if args.ignore_eos { Vec::new() } else { model.stop_ids() };
@@ -164,8 +168,8 @@ impl Loaded {
     ///
     /// # Errors
     /// The model has no weights or does not fit.
-    pub fn new(model: &ModelSource, context: usize, args: &SamplingArgs) -> Result<Loaded, Stop> {
-        let checkpoint = model.weights()?;
+    pub fn new(weights: &Weights, context: usize, args: &SamplingArgs) -> Result<Loaded, Stop> {
+        let model = &weights.model;
         let most = model.arch.max_position_embeddings;
         if !(1..=most).contains(&context) {
             return Err(Stop::Input(format!(
@@ -176,7 +180,7 @@ impl Loaded {
         let kind = DeviceArg::resolve(args.device);
         let target = kind.target();
         let precision = args.precision.unwrap_or(kind.default_precision());
-        let recipe = Recipe::infer(precision.dtype(), 1, context);
+        let recipe = weights.recipe(Recipe::infer(precision.dtype(), 1, context));
         let plan = InferPlan::new(&model.arch, &recipe, &*target).map_err(Stop::input)?;
         let limit = kind.memory_bytes()?;
         if plan.slab_bytes() > limit {
@@ -191,7 +195,7 @@ impl Loaded {
         let mut device = kind.reserve(plan.slab_bytes())?;
         let (program, layout) = &plan.prefill;
         init_state(&mut *device, program, layout, &plan.arch)?;
-        load_weights(&mut *device, program, layout, &plan.arch, checkpoint)?;
+        weights.load(&mut *device, program, layout)?;
         Ok(Loaded { plan, device, target })
     }
 

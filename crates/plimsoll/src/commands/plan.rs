@@ -8,7 +8,7 @@ use plimsoll_program::Method;
 
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
-use crate::model_source::open_architecture;
+use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::Planner;
 use crate::recipe_args::{MethodArg, Precision, RecipeArgs};
 use crate::{Format, units};
@@ -60,7 +60,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
         DeviceKind::Cuda => Precision::Bf16,
         DeviceKind::Cpu => Precision::F32,
     };
-    let mut recipe = args.recipe.recipe(&arch, default)?;
+    let mut recipe = args.recipe.recipe(&arch, stored_quant(&args.model), default)?;
     if args.recipe.recompute_is_auto() && args.recipe.method != MethodArg::Infer {
         recipe = planner.with_least_recompute(&arch, &recipe)?;
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use clap::Args;
 use plimsoll_data::Batch;
 use plimsoll_measure::Resident;
-use plimsoll_model::{init_state, init_weights, load_weights};
+use plimsoll_model::{init_adapter, init_state, init_weights, load_weights};
 use plimsoll_plan::{Device, schedule};
 use plimsoll_train::{Batches, MicroBatch, Session, TrainPlan};
 use serde_json::{Value, json};
@@ -123,7 +123,7 @@ impl PlannedPoint {
     pub fn new(args: &PointArgs) -> Result<PlannedPoint, Stop> {
         let model = open_model(&args.model)?;
         let kind = DeviceArg::resolve(args.device);
-        let recipe = args.recipe.recipe(&model.arch, kind.default_precision())?;
+        let recipe = args.recipe.recipe(&model.arch, model.stored_quant(), kind.default_precision())?;
         let planner = Planner::device(kind, args.memory_limit)?;
         let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
         let (batch, seq) = (recipe.batch, recipe.seq);
@@ -178,6 +178,9 @@ impl PlannedPoint {
         match &self.model.checkpoint {
             Some(checkpoint) => load_weights(&mut *device, program, layout, arch, checkpoint)?,
             None => init_weights(&mut *device, program, layout, arch, args.seed)?,
+        }
+        if let Some(lora) = &self.plan.recipe.lora {
+            init_adapter(&mut *device, program, layout, arch, lora, args.seed)?;
         }
         Ok(Ready { point: self, device, growth })
     }

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::commands::point::PointArgs;
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
-use crate::model_source::open_architecture;
+use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::Planner;
 use crate::{Format, interrupt};
 
@@ -120,8 +120,9 @@ fn timeline(args: &SweepArgs, points: &[Point]) -> Option<Timeline> {
         }
     }
     let arch = open_architecture(&args.point.model).ok()?;
+    let stored = stored_quant(&args.point.model);
     let kind = DeviceArg::resolve(args.point.device);
-    let recipe = recipe.recipe(&arch, kind.default_precision()).ok()?;
+    let recipe = recipe.recipe(&arch, stored, kind.default_precision()).ok()?;
     let planned = Planner::device(kind, None).ok()?.plan(&arch, &recipe).ok()?;
     let title = format!("Live bytes over one step: batch {}, seq {}", recipe.batch, recipe.seq);
     Some(planned.timeline(title))

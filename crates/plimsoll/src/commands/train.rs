@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use plimsoll_model::{init_state, init_weights, load_weights};
+use plimsoll_model::{init_adapter, init_state, init_weights, load_weights};
 use plimsoll_plan::Device;
+use plimsoll_program::Recipe;
 use plimsoll_train::{
-    Batches, CheckpointError, Decay, EarlyStop, Ended, Event, RunError, RunOptions, Schedule,
+    Batches, CheckpointError, Decay, EarlyStop, Ended, Event, ModelFiles, RunError, RunOptions, Schedule,
     Session, StepMetrics, TrainPlan, TrainerState, Warmup, checkpoints, run as run_loop,
 };
 use serde_json::{Value, json};
@@ -78,7 +79,7 @@ pub struct TrainArgs {
     /// Where to run [default: cuda where a GPU is usable, else cpu]
     #[arg(long, value_enum)]
     pub device: Option<DeviceArg>,
-    /// Folder of the model, its checkpoints and its metrics.
+    /// Folder of the model or adapter, its checkpoints and its metrics.
     #[arg(long)]
     pub out: PathBuf,
     /// Go on from the newest checkpoint in --out.
@@ -92,7 +93,8 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let model = open_model(&args.model)?;
     let stop = interrupt::flag();
     let kind = DeviceArg::resolve(args.device);
-    let mut recipe = args.recipe.recipe(&model.arch, kind.default_precision())?;
+    let stored = model.stored_quant();
+    let mut recipe = args.recipe.recipe(&model.arch, stored, kind.default_precision())?;
     let planner = Planner::device(kind, args.memory_limit)?;
     if args.recipe.recompute_is_auto() {
         recipe = planner.with_least_recompute(&model.arch, &recipe)?;
@@ -111,7 +113,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
 
     let growth = Growth::start()?;
     let mut device = kind.reserve(plan.slab_bytes())?;
-    let fingerprint = fingerprint(args, &model, &rows, &options);
+    let fingerprint = fingerprint(args, &model, &recipe, &rows, &options);
     let state = fill(args, &model, &plan, &mut *device, old.as_ref(), &fingerprint)?;
     let mut session = Session { plan: &plan, device: &mut *device };
     let mut progress = Progress::new(options.total_steps, state.step, plan.slab_bytes());
@@ -167,6 +169,9 @@ pub fn run(args: &TrainArgs) -> Outcome {
                     outln!("interrupted; the same command with --resume goes on")
                 }
                 Ended::EarlyStop => outln!("stopped early: no better validation loss"),
+                Ended::Finished if recipe.lora.is_some() => {
+                    outln!("adapter: {} (chat --model {0} talks to it)", args.out.display());
+                }
                 Ended::Finished => outln!("model: {}", args.out.display()),
             }
         }
@@ -177,7 +182,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
 /// Refuses options that need neither model nor data to be seen as wrong.
 fn check(args: &TrainArgs) -> Outcome {
     if args.recipe.method == MethodArg::Infer {
-        return Err(Stop::Input("--method infer trains nothing: give full".into()));
+        return Err(Stop::Input("--method infer trains nothing: give full, lora or qlora".into()));
     }
     if !(args.epochs > 0.0 && args.epochs <= 1e6) {
         return Err(Stop::Input(format!(
@@ -265,7 +270,7 @@ fn options(
         evaluate_every: args.eval_every.unwrap_or(epoch_steps),
         save_every: args.save_every.unwrap_or(epoch_steps),
         keep: args.keep,
-        extra_files: model.tokenizer_files()?,
+        files: ModelFiles { base: base(&args.model), extra: model.tokenizer_files()? },
     })
 }
 
@@ -281,6 +286,13 @@ fn fill(
     let (program, layout) = (&plan.train, &plan.train_layout);
     init_state(device, program, layout, &plan.arch)?;
     let early_stop = EarlyStop::new(args.patience, args.min_delta).map_err(Stop::input)?;
+    let frozen = plan.recipe.lora.is_some();
+    if checkpoint.is_none() || frozen {
+        match &model.checkpoint {
+            Some(checkpoint) => load_weights(device, program, layout, &plan.arch, checkpoint)?,
+            None => init_weights(device, program, layout, &plan.arch, args.seed)?,
+        }
+    }
     if let Some(path) = checkpoint {
         note!("resuming from {}", path.display());
         let mut session = Session { plan, device };
@@ -289,9 +301,8 @@ fn fill(
         state.early_stop = history.map_err(Stop::input)?;
         return Ok(state);
     }
-    match &model.checkpoint {
-        Some(checkpoint) => load_weights(device, program, layout, &plan.arch, checkpoint)?,
-        None => init_weights(device, program, layout, &plan.arch, args.seed)?,
+    if let Some(lora) = &plan.recipe.lora {
+        init_adapter(device, program, layout, &plan.arch, lora, args.seed)?;
     }
     Ok(TrainerState {
         step: 0,
@@ -304,16 +315,28 @@ fn fill(
     })
 }
 
+/// What an adapter names as its base, so that it is found from anywhere.
+fn base(model: &str) -> String {
+    let path = std::fs::canonicalize(model).ok();
+    path.map_or_else(|| model.to_owned(), |p| p.display().to_string())
+}
+
 /// The settings that decide the numbers of a run. The number of steps is one of
 /// them only where the schedule depends on it.
-fn fingerprint(args: &TrainArgs, model: &ModelSource, rows: &Rows, options: &RunOptions) -> Value {
+fn fingerprint(
+    args: &TrainArgs,
+    model: &ModelSource,
+    recipe: &Recipe,
+    rows: &Rows,
+    options: &RunOptions,
+) -> Value {
     let r = &args.recipe;
     let packed = rows.train.packed();
     let mut schedule = serde_json::to_value(options.schedule).unwrap_or(Value::Null);
     if let (ScheduleArg::Constant, Some(fields)) = (args.schedule, schedule.as_object_mut()) {
         fields.remove("total_steps");
     }
-    json!({
+    let mut value = json!({
         "model": model.arch.name,
         "parameters": model.arch.parameters(),
         "batch": r.batch,
@@ -337,7 +360,12 @@ fn fingerprint(args: &TrainArgs, model: &ModelSource, rows: &Rows, options: &Run
         "style": format!("{:?}", args.data.style),
         "pad": args.data.pad,
         "data": format!("{:016x}", packed.checksum()),
-    })
+    });
+    if let (Some(lora), Some(fields)) = (&recipe.lora, value.as_object_mut()) {
+        fields.insert("lora".into(), json!(lora));
+        fields.insert("quant".into(), json!(recipe.quant));
+    }
+    value
 }
 
 /// A bar on a terminal, a line now and then elsewhere.
