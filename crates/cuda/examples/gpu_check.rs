@@ -1,8 +1,9 @@
 //! Holds the CUDA device against the CPU: every op, whole training steps, prefill
 //! and decoding, exactness from run to run, and memory.
 //!
-//! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [train] [infer]
-//! [memory]`, on a machine with a GPU; without words, everything.
+//! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [few] [train] [infer]
+//! [memory] [decode]`, on a machine with a GPU; without words, everything. `few` holds
+//! products of few rows and what shares their launch, `decode` times token steps.
 
 mod support;
 
@@ -22,11 +23,13 @@ fn main() -> ExitCode {
     };
     println!("{info:?}");
     let wanted: Vec<String> = std::env::args().skip(1).collect();
-    let parts: [(&str, Part); 4] = [
+    let parts: [(&str, Part); 6] = [
         ("ops", support::ops::check),
+        ("few", support::few_rows::check),
         ("train", support::steps::train),
         ("infer", support::steps::infer),
         ("memory", support::steps::memory),
+        ("decode", support::token::time),
     ];
     let mut report = support::Report::default();
     for (name, part) in parts {
