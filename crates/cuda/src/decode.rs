@@ -2,6 +2,7 @@
 //! after share their launch.
 
 use plimsoll_arch::DType;
+use plimsoll_plan::Layout;
 use plimsoll_program::{OpKind, Program, QUANT_BLOCK, QuantizedMatrix, TensorId, View};
 
 use crate::error::CudaError;
@@ -178,30 +179,42 @@ pub(crate) fn run(l: &Launcher, kind: &OpKind) -> Result<(), CudaError> {
 /// Launches the product at `at` or after it with the ops around it, where they are
 /// a pattern that shares a launch; returns the first op behind.
 pub(crate) fn fused(l: &Launcher, at: usize, end: usize) -> Result<Option<usize>, CudaError> {
-    let program = l.program;
+    match pattern(l.program, l.layout, at, end) {
+        Some((product, around, next)) => launch(l, &product, around).map(|()| Some(next)),
+        None => Ok(None),
+    }
+}
+
+/// A product with the ops around it, and the first op behind them.
+fn pattern<'a>(
+    program: &'a Program,
+    layout: &Layout,
+    at: usize,
+    end: usize,
+) -> Option<(Product<'a>, Around, usize)> {
+    let ops = &program.ops[..end];
     let mut around = Around::default();
     let mut next = at;
     let mut normed = None;
-    if let OpKind::RmsNorm { x, weight, out, rstd, eps } = &program.ops[at].kind {
+    if let OpKind::RmsNorm { x, weight, out, rstd, eps } = &ops.get(at)?.kind {
         let unread = [*out, *rstd].iter().all(|t| is_forgotten(program, *t, at + 1));
         if !unread || program.tensor(*weight).dtype != DType::Bf16 {
-            return Ok(None);
+            return None;
         }
         (around.norm, normed) = (Some((*weight, *eps)), Some((*x, *out)));
         next += 1;
     }
-    let op = program.ops[..end].get(next).and_then(|op| Product::of(&op.kind));
-    let Some(mut product) = op.filter(|p| p.fits(program)) else { return Ok(None) };
+    let mut product = Product::of(&ops.get(next)?.kind).filter(|p| p.fits(program))?;
     next += 1;
     if let Some((x, out)) = normed {
         let (t, v) = (program.tensor(x), product.x);
         let whole = v.tensor == out && v.first() == 0 && (v.rows, v.cols) == (t.rows(), t.cols());
         if !whole || t.dtype != DType::Bf16 || product.shared(1, true) > SHARED {
-            return Ok(None);
+            return None;
         }
         product.x = View { tensor: x, row: 0, col: 0, stride: t.cols(), ..v };
     }
-    if let Some(OpKind::SwiGlu { gate_up, act }) = program.ops[..end].get(next).map(|op| &op.kind)
+    if let Some(OpKind::SwiGlu { gate_up, act }) = ops.get(next).map(|op| &op.kind)
         && product.y.tensor == *gate_up
         && is_gated(program, &product, *act)
         && is_forgotten(program, *gate_up, next)
@@ -211,11 +224,8 @@ pub(crate) fn fused(l: &Launcher, at: usize, end: usize) -> Result<Option<usize>
     }
     // The last op's result may take the memory of what an earlier one read last.
     let out = around.act.unwrap_or(product.y.tensor);
-    if next == at + 1 || !disjoint(l, product.x.tensor, out) {
-        return Ok(None);
-    }
-    launch(l, &product, around)?;
-    Ok(Some(next))
+    (next > at + 1 && disjoint(program, layout, product.x.tensor, out))
+        .then_some((product, around, next))
 }
 
 /// Whether nothing reads a tensor behind op `at`.
@@ -244,10 +254,10 @@ fn is_gated(program: &Program, product: &Product, act: TensorId) -> bool {
         && (y.first(), y.rows, y.cols) == (0, act.rows(), 2 * act.cols())
 }
 
-fn disjoint(l: &Launcher, a: TensorId, b: TensorId) -> bool {
+fn disjoint(program: &Program, layout: &Layout, a: TensorId, b: TensorId) -> bool {
     let place = |t: TensorId| {
-        let start = l.layout.offset(t);
-        (start, start + l.program.tensor(t).bytes())
+        let start = layout.offset(t);
+        (start, start + program.tensor(t).bytes())
     };
     let (a, b) = (place(a), place(b));
     a.1 <= b.0 || b.1 <= a.0
@@ -361,4 +371,75 @@ fn launch(l: &Launcher, product: &Product, around: Around) -> Result<(), CudaErr
         l.kernels.launch_struct(("decode", name), l.stream, grid, &argument)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use plimsoll_arch::preset;
+    use plimsoll_plan::lay_out;
+    use plimsoll_program::{Codebook, Lora, Quant, Recipe, build};
+
+    use super::*;
+    use crate::CudaTarget;
+
+    /// Launches of products in a token step of three layers: alone, and with others.
+    fn products(model: &str, recipe: &Recipe) -> (usize, usize) {
+        let mut arch = preset(model).unwrap();
+        arch.num_hidden_layers = 3;
+        let program = build::infer(&arch, recipe, 1, &CudaTarget).unwrap();
+        let layout = lay_out(&program);
+        let (mut alone, mut fused, mut at) = (0, 0, 0);
+        while at < program.ops.len() {
+            at = match pattern(&program, &layout, at, program.ops.len()) {
+                Some((_, _, next)) => {
+                    fused += 1;
+                    next
+                }
+                None => {
+                    alone += usize::from(takes(&program, &program.ops[at].kind));
+                    at + 1
+                }
+            };
+        }
+        (alone, fused)
+    }
+
+    #[test]
+    fn a_token_step_is_few_launches() {
+        let quant = Some(Quant { codebook: Codebook::Nf4, double: true, head: true });
+        for model in ["llama-3-8b", "tinyllama-1.1b"] {
+            for batch in [1, 8] {
+                let plain = Recipe::infer(DType::Bf16, batch, 512);
+                let four_bits = Recipe { quant, ..plain.clone() };
+                // Per layer: o and down alone; norm with qkv, norm with gate, up and
+                // SwiGLU. Then norm and head.
+                assert_eq!(products(model, &plain), (6, 7), "{model} {batch}");
+                assert_eq!(products(model, &four_bits), (6, 7), "{model} {batch}");
+            }
+            // Adapters read what the norm wrote, and add to what SwiGLU reads.
+            let lora = Some(Lora::default());
+            let adapted = Recipe { lora, ..Recipe::infer(DType::Bf16, 1, 512) };
+            // Four products of a layer, four to their ranks and seven back.
+            assert_eq!(products(model, &adapted), (3 * (4 + 4 + 7), 1), "{model}");
+            let exact = Recipe::infer(DType::F32, 1, 512);
+            assert_eq!(products(model, &exact), (0, 0), "{model}");
+            assert_eq!(products(model, &Recipe::infer(DType::Bf16, 9, 512)), (0, 0), "{model}");
+        }
+    }
+
+    #[test]
+    fn blocks_cut_k_by_how_many_tiles_there_are() {
+        // (units of K, chunk, tiles): llama-3-8b in four bits and bf16, small ones.
+        for (units, chunk, tiles, expected) in [
+            (64, 8, 384, 8),
+            (224, 8, 256, 8),
+            (128, 4, 1792, 8),
+            (32, 8, 8016, 4),
+            (9, 8, 60, 8),
+            (1, 8, 3000, 1),
+            (3, 4, 8, 2),
+        ] {
+            assert_eq!(splits(units, chunk, tiles, 132), expected, "{units} {tiles}");
+        }
+    }
 }
