@@ -2,10 +2,11 @@
 //! and decoding, exactness from run to run, and memory; and against PyTorch's
 //! numbers of the golden models.
 //!
-//! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [attention]
-//! [train] [infer] [memory] [golden] [real]`, on a machine with a GPU; without words,
-//! everything. `attention` is the part of `ops` that `PLIMSOLL_ATTENTION` changes.
-//! `scripts/gpu-check` runs this and the program itself.
+//! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [few] [attention]
+//! [train] [infer] [memory] [golden] [real] [decode]`, on a machine with a GPU; without
+//! words, everything. `attention` is the part of `ops` that `PLIMSOLL_ATTENTION` changes,
+//! `few` holds products of few rows and what shares their launch, `decode` times token
+//! steps. `scripts/gpu-check` runs this and the program itself.
 
 mod support;
 
@@ -25,14 +26,16 @@ fn main() -> ExitCode {
     };
     println!("{info:?}");
     let wanted: Vec<String> = std::env::args().skip(1).collect();
-    let parts: [(&str, Part); 7] = [
+    let parts: [(&str, Part); 9] = [
         ("ops", support::ops::check),
+        ("few", support::few_rows::check),
         ("attention", support::ops::check_attention),
         ("train", support::steps::train),
         ("infer", support::steps::infer),
         ("memory", support::steps::memory),
         ("golden", support::golden::check),
         ("real", support::golden::check_real),
+        ("decode", support::token::time),
     ];
     let mut report = support::Report::default();
     for (name, part) in parts {
