@@ -45,6 +45,8 @@ enum Command {
     Chat(Box<commands::chat::ChatArgs>),
     /// Write a model with its weights in four bits.
     Quantize(commands::quantize::QuantizeArgs),
+    /// Write a model with an adapter merged into it.
+    Merge(commands::merge::MergeArgs),
     /// Run a recipe at many points and set measured beside planned.
     Sweep(Box<commands::sweep::SweepArgs>),
     /// How fast a recipe trains here, and where the time goes.
@@ -82,6 +84,7 @@ fn main() -> ExitCode {
         Command::Generate(args) => commands::generate::run(args),
         Command::Chat(args) => commands::chat::run(args),
         Command::Quantize(args) => commands::quantize::run(args),
+        Command::Merge(args) => commands::merge::run(args),
         Command::Sweep(args) => commands::sweep::run(args),
         Command::Bench(args) => commands::bench::run(args),
         Command::Report(args) => commands::report::run(args),

@@ -93,8 +93,8 @@ pub fn linear_quantized_workspace(m: usize, k: usize) -> usize {
 }
 
 /// y = x wᵀ, or y += x wᵀ where `accumulate`, plus `bias` (N): x (M, K) with M at most
-/// [`QUANTIZED_ROWS`], w (N, K) in four bits: `parts` one below the other, each with its
-/// number of rows. Rows of x and y are `x_stride` and `y_stride` apart.
+/// [`QUANTIZED_ROWS`], w (N, K) in four bits of one codebook: `parts` one below the other,
+/// each with its number of rows. Rows of x and y are `x_stride` and `y_stride` apart.
 ///
 /// The codes are read once, in place: no more of the matrix than a few registers ever
 /// exists in another form. Each element is a sum of blocks of 64, in a fixed order.
@@ -128,10 +128,11 @@ pub fn linear_quantized<X: Elem, Y: Elem>(
         }
     }
     let (xs, y) = (&*xs, Shared::new(y));
+    let tables = byte_tables(parts[0].0.codebook);
     let rows = (2 * TASK_BYTES / k.max(1)).max(1);
     for_each(n.div_ceil(rows), m * n * k > 32 * 1024, |task| {
         let range = task * rows..n.min((task + 1) * rows);
-        let out = Columns { parts, bias, y, stride: y_stride, accumulate };
+        let out = Columns { parts, bias, y, stride: y_stride, accumulate, tables };
         match m {
             1 => out.fill::<1>(xs, k, range),
             2 => out.fill::<2>(xs, k, range),
@@ -145,17 +146,21 @@ pub fn linear_quantized<X: Elem, Y: Elem>(
     });
 }
 
-/// Elements whose codes are loaded together.
-const GROUP: usize = 16;
+/// Elements of x that lie together where [`split`] puts them.
+const RUN: usize = 4;
 
-/// In each group first the elements of even place, whose codes are in the high halves
-/// of bytes, then the others.
+/// The order in which the codes of a block are taken out of its 32 bytes with shuffles
+/// inside of 128 bits: those in the high halves of bytes 0 to 3 and 16 to 19, of 4 to 7
+/// and 20 to 23, and so on; then the same of the low halves.
 fn split<X: Elem>(from: &[X], to: &mut [f32]) {
-    for (from, to) in from.chunks_exact(GROUP).zip(to.chunks_exact_mut(GROUP)) {
-        let (even, odd) = to.split_at_mut(GROUP / 2);
-        for i in 0..GROUP / 2 {
-            even[i] = from[2 * i].to_f32();
-            odd[i] = from[2 * i + 1].to_f32();
+    const HALF: usize = QUANT_BLOCK / 2;
+    for (from, to) in from.chunks_exact(QUANT_BLOCK).zip(to.chunks_exact_mut(QUANT_BLOCK)) {
+        for i in 0..HALF {
+            // Run 0, 2, 4, 6 of the first 16 bytes; run 1, 3, 5, 7 of the others.
+            let run = i / RUN;
+            let byte = (run / 2 + run % 2 * (HALF / 2 / RUN)) * RUN + i % RUN;
+            to[i] = from[2 * byte].to_f32();
+            to[HALF + i] = from[2 * byte + 1].to_f32();
         }
     }
 }
@@ -167,6 +172,18 @@ struct Columns<'a, X, Y> {
     y: Shared<Y>,
     stride: usize,
     accumulate: bool,
+    /// The four bytes of each number of the codebook, a table each.
+    tables: [[u8; 16]; 4],
+}
+
+fn byte_tables(codebook: &[f32; 16]) -> [[u8; 16]; 4] {
+    let mut tables = [[0; 16]; 4];
+    for (i, x) in codebook.iter().enumerate() {
+        for (table, byte) in tables.iter_mut().zip(x.to_le_bytes()) {
+            table[i] = byte;
+        }
+    }
+    tables
 }
 
 impl<X: Elem, Y: Elem> Columns<'_, X, Y> {
@@ -175,7 +192,7 @@ impl<X: Elem, Y: Elem> Columns<'_, X, Y> {
         for (part, rows) in self.parts {
             let end = range.end.min(first + rows);
             for j in range.start.max(first)..end {
-                let sums = row_dots::<M>(part, j - first, xs, k);
+                let sums = row_dots::<M>(part, &self.tables, j - first, xs, k);
                 for (i, mut sum) in sums.into_iter().enumerate() {
                     // SAFETY: this task owns these columns.
                     let y = unsafe { &mut self.y.slice(i * self.stride + j, 1)[0] };
@@ -194,26 +211,33 @@ impl<X: Elem, Y: Elem> Columns<'_, X, Y> {
 }
 
 /// Dot products of row `row` of w (.., K) with `M` rows of xs.
-fn row_dots<const M: usize>(w: &QuantizedSlice, row: usize, xs: &[f32], k: usize) -> [f32; M] {
+fn row_dots<const M: usize>(
+    w: &QuantizedSlice,
+    tables: &[[u8; 16]; 4],
+    row: usize,
+    xs: &[f32],
+    k: usize,
+) -> [f32; M] {
     if !k.is_multiple_of(QUANT_BLOCK) {
         return row_dots_anywhere(w, row, xs, k);
     }
     #[cfg(target_arch = "x86_64")]
     if isa() >= Isa::Avx2 {
         // SAFETY: the processor has the instructions; the caller checked the lengths.
-        return unsafe { x86::row_dots(w, row, xs.as_ptr(), k) };
+        return unsafe { x86::row_dots(w, tables, row, xs.as_ptr(), k) };
     }
     let mut out = [0.0; M];
     for block in 0..k / QUANT_BLOCK {
         let index = row * (k / QUANT_BLOCK) + block;
         let codes = &w.codes[index * QUANT_BLOCK / 2..][..QUANT_BLOCK / 2];
         let mut values = [0.0f32; QUANT_BLOCK];
-        for (values, codes) in values.chunks_exact_mut(GROUP).zip(codes.chunks_exact(GROUP / 2)) {
-            for (i, byte) in codes.iter().enumerate() {
-                values[i] = w.codebook[(byte >> 4) as usize];
-                values[GROUP / 2 + i] = w.codebook[(byte & 15) as usize];
-            }
+        for (pair, byte) in values.chunks_exact_mut(2).zip(codes) {
+            pair[0] = w.codebook[(byte >> 4) as usize];
+            pair[1] = w.codebook[(byte & 15) as usize];
         }
+        let mut ordered = [0.0f32; QUANT_BLOCK];
+        split(&values, &mut ordered);
+        let values = ordered;
         let scale = w.scales.of(index);
         for (i, out) in out.iter_mut().enumerate() {
             let x = &xs[i * k + block * QUANT_BLOCK..][..QUANT_BLOCK];
@@ -258,17 +282,23 @@ fn row_dots_anywhere<const M: usize>(
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{GROUP, QUANT_BLOCK, QuantizedSlice};
+    use super::{QUANT_BLOCK, QuantizedSlice};
     use std::arch::x86_64::*;
 
-    /// The numbers of the codes in the low four bits of each lane. `sign` has bit 3 of
-    /// the code as its highest; the bits above the code do not matter in `code`.
+    /// The numbers of 32 codes, in the order of [`super::split`]: their bytes are looked
+    /// up each on its own, and put together.
     #[inline]
     #[target_feature(enable = "avx2,fma,bmi2")]
-    fn lookup(low: __m256, high: __m256, code: __m256i, sign: __m256i) -> __m256 {
-        let below = _mm256_permutevar8x32_ps(low, code);
-        let above = _mm256_permutevar8x32_ps(high, code);
-        _mm256_blendv_ps(below, above, _mm256_castsi256_ps(sign))
+    fn lookup(tables: &[__m256i; 4], codes: __m256i) -> [__m256; 4] {
+        let [a, b, c, d] = tables.map(|table| _mm256_shuffle_epi8(table, codes));
+        let (ab, cd) = (_mm256_unpacklo_epi8(a, b), _mm256_unpacklo_epi8(c, d));
+        let (ab_high, cd_high) = (_mm256_unpackhi_epi8(a, b), _mm256_unpackhi_epi8(c, d));
+        [
+            _mm256_castsi256_ps(_mm256_unpacklo_epi16(ab, cd)),
+            _mm256_castsi256_ps(_mm256_unpackhi_epi16(ab, cd)),
+            _mm256_castsi256_ps(_mm256_unpacklo_epi16(ab_high, cd_high)),
+            _mm256_castsi256_ps(_mm256_unpackhi_epi16(ab_high, cd_high)),
+        ]
     }
 
     /// [`super::row_dots`] for rows of whole blocks.
@@ -278,33 +308,31 @@ mod x86 {
     #[target_feature(enable = "avx2,fma,bmi2")]
     pub unsafe fn row_dots<const M: usize>(
         w: &QuantizedSlice,
+        tables: &[[u8; 16]; 4],
         row: usize,
         xs: *const f32,
         k: usize,
     ) -> [f32; M] {
         unsafe {
-            let (low, high) =
-                (_mm256_loadu_ps(w.codebook.as_ptr()), _mm256_loadu_ps(w.codebook.as_ptr().add(8)));
+            let tables =
+                tables.map(|t| _mm256_broadcastsi128_si256(_mm_loadu_si128(t.as_ptr().cast())));
+            let low_half = _mm256_set1_epi8(15);
             let blocks = k / QUANT_BLOCK;
-            let mut codes = w.codes.as_ptr().add(row * k / 2);
+            let codes = w.codes.as_ptr().add(row * k / 2);
             let mut acc = [_mm256_setzero_ps(); M];
             for block in 0..blocks {
+                let bytes = _mm256_loadu_si256(codes.add(block * QUANT_BLOCK / 2).cast());
+                let high = _mm256_and_si256(_mm256_srli_epi16::<4>(bytes), low_half);
+                let halves = [high, _mm256_and_si256(bytes, low_half)];
                 let mut sums = [[_mm256_setzero_ps(); 2]; M];
-                for group in 0..QUANT_BLOCK / GROUP {
-                    let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(codes.cast()));
-                    codes = codes.add(GROUP / 2);
-                    let even = lookup(
-                        low,
-                        high,
-                        _mm256_srli_epi32::<4>(bytes),
-                        _mm256_slli_epi32::<24>(bytes),
-                    );
-                    let odd = lookup(low, high, bytes, _mm256_slli_epi32::<28>(bytes));
-                    let at = block * QUANT_BLOCK + group * GROUP;
+                for (half, codes) in halves.into_iter().enumerate() {
+                    let values = lookup(&tables, codes);
                     for i in 0..M {
-                        let x = xs.add(i * k + at);
-                        sums[i][0] = _mm256_fmadd_ps(even, _mm256_loadu_ps(x), sums[i][0]);
-                        sums[i][1] = _mm256_fmadd_ps(odd, _mm256_loadu_ps(x.add(8)), sums[i][1]);
+                        let x = xs.add(i * k + block * QUANT_BLOCK + half * QUANT_BLOCK / 2);
+                        for (v, value) in values.into_iter().enumerate() {
+                            let x = _mm256_loadu_ps(x.add(8 * v));
+                            sums[i][v % 2] = _mm256_fmadd_ps(value, x, sums[i][v % 2]);
+                        }
                     }
                 }
                 let scale = _mm256_set1_ps(w.scales.of(row * blocks + block));

@@ -6,6 +6,7 @@ pub mod chat;
 pub mod evaluate;
 pub mod generate;
 pub mod inspect;
+pub mod merge;
 pub mod plan;
 pub mod point;
 pub mod quantize;

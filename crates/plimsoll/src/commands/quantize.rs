@@ -85,7 +85,7 @@ pub fn run(args: &QuantizeArgs) -> Outcome {
 }
 
 /// A model must not be replaced by its own quantization.
-fn refuse_same_folder(checkpoint: &Checkpoint, out: &Path) -> Outcome {
+pub fn refuse_same_folder(checkpoint: &Checkpoint, out: &Path) -> Outcome {
     let path = checkpoint.path();
     let source = if path.is_dir() { Some(path) } else { path.parent() };
     let real = |p: &Path| p.canonicalize().ok();
@@ -98,7 +98,8 @@ fn refuse_same_folder(checkpoint: &Checkpoint, out: &Path) -> Outcome {
     }
 }
 
-fn stored_precision(checkpoint: &Checkpoint) -> DType {
+/// f32 where everything is stored so, else bf16.
+pub fn stored_precision(checkpoint: &Checkpoint) -> DType {
     let tensors = expected_tensors(checkpoint.architecture());
     let all_f32 = tensors.iter().all(|(name, _)| checkpoint.dtype(name) == Some("F32"));
     if all_f32 { DType::F32 } else { DType::Bf16 }
