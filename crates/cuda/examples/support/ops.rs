@@ -190,7 +190,7 @@ pub fn check_attention(report: &mut Report) {
 }
 
 fn products(report: &mut Report, dtype: DType) {
-    for (m, n, k) in [(96, 160, 64), (257, 72, 40), (1, 512, 256), (33, 130, 66)] {
+    for (m, n, k) in [(24, 40, 9000), (96, 160, 64), (257, 72, 40), (1, 512, 256), (33, 130, 66)] {
         for (bias, add) in [(false, false), (true, false), (false, true)] {
             let mut c = Case::default();
             let (x, w) = (c.random(&[m, k], dtype), c.random(&[n, k], dtype));
