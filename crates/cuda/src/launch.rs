@@ -1,7 +1,5 @@
 //! One op, one or a few launches: the counterpart of `plimsoll_cpu`'s list of calls.
 
-use std::borrow::Cow;
-
 use cudarc::driver::sys;
 use plimsoll_arch::DType;
 use plimsoll_plan::Layout;
@@ -35,10 +33,6 @@ fn int(n: usize) -> Arg {
 fn flag(on: bool) -> Arg {
     Arg::Int(i32::from(on))
 }
-
-/// Terms from which on a float32 sum is cut, and of each piece then.
-const MANY_TERMS: usize = 8192;
-const TERMS: usize = 512;
 
 /// Suffix and threads of a norm over rows of `c`: as many 16-byte pieces a thread
 /// as 256 threads need, or the kernel for any row.
@@ -147,11 +141,8 @@ impl Launcher<'_> {
                     let to = workspace + PRODUCT_WORKSPACE;
                     quantized::dequantize(self, w, self.dtype(x.tensor), to)?;
                 }
-                for piece in self.short_sums(op) {
-                    let (product, operands) = self.product(&piece).expect("a product");
-                    self.products.run(&product, &operands, self.stream)?;
-                }
-                Ok(())
+                let (product, operands) = self.product(op).expect("a product");
+                self.products.run(&product, &operands, self.stream)
             }
             OpKind::Embed { ids, table, out } => self.gather(*table, *ids, *out),
             OpKind::GatherRows { x, rows, out } => self.gather(*x, *rows, *out),
@@ -444,53 +435,6 @@ impl Launcher<'_> {
         let args = [self.ptr(gate_up), self.ptr(act), int(columns), int(tiles)];
         let grid = Grid::line(rows * tiles, 256);
         self.launch("swiglu", &format!("{kernel}_{name}"), grid, &args)
-    }
-
-    /// A float32 product as several over fewer terms, where there are many: one
-    /// float32 accumulator over a vocabulary of terms loses a digit.
-    fn short_sums<'a>(&self, op: &'a Op) -> Vec<Cow<'a, Op>> {
-        let (first, terms) = match &op.kind {
-            OpKind::Linear { x, y, scale, .. } if *scale == 1.0 => (y.tensor, x.cols),
-            OpKind::LinearBackwardInput { d_y, d_x, scale, .. } if *scale == 1.0 => {
-                (d_x.tensor, d_y.cols)
-            }
-            OpKind::LinearBackwardWeight { d_w, x, .. } => (d_w.tensor, x.rows),
-            _ => return vec![Cow::Borrowed(op)],
-        };
-        let float32 = self.dtype(first) == DType::F32 && self.input_is_f32(&op.kind);
-        if !float32 || terms <= MANY_TERMS {
-            return vec![Cow::Borrowed(op)];
-        }
-        let piece = |from: usize| {
-            let n = TERMS.min(terms - from);
-            let mut op = op.clone();
-            match &mut op.kind {
-                OpKind::Linear { x, w, bias, add, y, .. } => {
-                    (*x, *w) = (x.cols_at(from, n), w.cols_at(from, n));
-                    if from > 0 {
-                        (*bias, *add) = (None, Some(*y));
-                    }
-                }
-                OpKind::LinearBackwardInput { d_y, w, accumulate, .. } => {
-                    (*d_y, *w) = (d_y.cols_at(from, n), w.rows_at(from, n));
-                    *accumulate |= from > 0;
-                }
-                OpKind::LinearBackwardWeight { d_y, x, accumulate, .. } => {
-                    (*d_y, *x) = (d_y.rows_at(from, n), x.rows_at(from, n));
-                    *accumulate |= from > 0;
-                }
-                _ => unreachable!("a product"),
-            }
-            Cow::Owned(op)
-        };
-        (0..terms).step_by(TERMS).map(piece).collect()
-    }
-
-    fn input_is_f32(&self, kind: &OpKind) -> bool {
-        match kind {
-            OpKind::Linear { x, .. } => self.dtype(x.tensor) == DType::F32,
-            _ => true,
-        }
     }
 
     /// Random numbers in what a product reads and this program will write.

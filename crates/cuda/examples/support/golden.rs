@@ -20,9 +20,9 @@ use super::{Report, cpu_threads};
 
 /// Of float32, whose sums differ in their order alone.
 const EXACT: f64 = 1e-4;
-/// A real model can amplify rounding: what bf16, 65,536 times coarser, loses in a
-/// tensor shows by how much. Float32 must be at least a hundred times nearer.
-const EXACT_OF_TYPE: f64 = 1e-2;
+/// The same of a real model's gradients, which amplify rounding: PyTorch's own float32
+/// gradients of SmolLM2-135M are up to 5.9e-4 from its float64 ones (torch 2.15).
+const EXACT_REAL: f64 = 2e-3;
 /// Of bf16 against float32.
 const ROUNDED: f64 = 1e-2;
 /// How much further from float32 than the CPU's bf16 a GPU's may be, where that is
@@ -63,7 +63,7 @@ pub fn check(report: &mut Report) {
         let (name, golden) = (name(&folder), Golden::open(&folder));
         against_torch(report, &name, &golden);
         let recipe = golden.recipe(F32);
-        against_cpu(report, &name, &golden.checkpoint, &golden.batch(), &recipe);
+        against_cpu(report, &name, &golden.checkpoint, &golden.batch(), &recipe, false);
     }
 }
 
@@ -120,6 +120,7 @@ fn against_cpu(
     model: &Checkpoint,
     batch: &Batch,
     recipe: &Recipe,
+    real: bool,
 ) {
     let target = CpuTarget { threads: cpu_threads() };
     let cpu = On { target: &target, reserve: &reserve_cpu };
@@ -155,7 +156,7 @@ fn against_cpu(
     // Tensors whose error is that of the type, by how the GPU's compares to the CPU's.
     let mut beyond = Vec::new();
     for (i, (tensor, _)) in truth.iter().enumerate() {
-        let limit = EXACT.max(EXACT_OF_TYPE * of_type[i]);
+        let limit = if real && i > 0 { EXACT_REAL } else { EXACT };
         report.error(&format!("{name} f32 {tensor}, against the CPU"), exact[i], limit);
         let limit = ROUNDED.max(OF_TYPE_ALONE * of_type[i]);
         let what = format!("{name} bf16 {tensor}, against the CPU's f32");
@@ -207,7 +208,7 @@ pub fn check_real(report: &mut Report) {
         let model = Checkpoint::open(&path).unwrap_or_else(|e| panic!("{e}"));
         let batch = Batch::of_rows(rows, REAL_SEQ);
         let recipe = Recipe::full(F32, batch.rows(), REAL_SEQ);
-        against_cpu(report, &name, &model, &batch, &recipe);
+        against_cpu(report, &name, &model, &batch, &recipe, true);
     }
 }
 
