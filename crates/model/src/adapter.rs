@@ -159,7 +159,8 @@ fn lora(config: &Value, tensors: &Checkpoint, arch: &Architecture) -> Result<Lor
     }
     let rank = config["r"].as_u64().ok_or_else(|| format!("r is {}, no rank", config["r"]))?;
     let alpha = config["lora_alpha"].as_f64();
-    let alpha = alpha.ok_or_else(|| format!("lora_alpha is {}, no number", config["lora_alpha"]))?;
+    let alpha =
+        alpha.ok_or_else(|| format!("lora_alpha is {}, no number", config["lora_alpha"]))?;
     let mut lora = Lora {
         rank: usize::try_from(rank).unwrap_or(usize::MAX),
         alpha: alpha as f32,
@@ -201,9 +202,7 @@ fn targets(modules: &Value, tensors: &Checkpoint) -> Result<Vec<Projection>, Str
             let last = name.rsplit('.').next().unwrap_or_default();
             if !Projection::ALL.iter().any(|p| p.name() == last) {
                 let all = Projection::ALL.map(Projection::name).join(", ");
-                return Err(format!(
-                    "target_modules names {module}: adapters can be on {all}"
-                ));
+                return Err(format!("target_modules names {module}: adapters can be on {all}"));
             }
         }
     } else if !modules.is_string() && !modules.is_null() {
@@ -273,11 +272,8 @@ impl SafetensorsWriter {
         arch: &Architecture,
         dtype: DType,
     ) -> Result<SafetensorsWriter, ModelError> {
-        let spec = |p: plimsoll_program::WeightPart| TensorSpec {
-            name: p.source,
-            shape: p.shape,
-            dtype,
-        };
+        let spec =
+            |p: plimsoll_program::WeightPart| TensorSpec { name: p.source, shape: p.shape, dtype };
         let tensors: Vec<TensorSpec> = lora.parts(arch).into_iter().map(spec).collect();
         let config = config(lora, base, arch);
         SafetensorsWriter::named(dir, ["adapter_model", CONFIG], config, &tensors, u64::MAX)

@@ -94,8 +94,7 @@ fn through_4bit(
     if format.double {
         let (mut codes, mut nested) = (vec![0; blocks(n)], vec![0.0; nested_blocks(n)]);
         let mut offset = 0.0;
-        let scales =
-            Scales::Nested { codes: &mut codes, absmax: &mut nested, offset: &mut offset };
+        let scales = Scales::Nested { codes: &mut codes, absmax: &mut nested, offset: &mut offset };
         checkpoint.read_4bit(name, format, precision, Packed4bit { codes: &mut packed, scales })?;
         let map = plimsoll_quant::DynamicMap::signed().values();
         dequantize_absmax(&codes, &nested, offset, map, &mut absmax);

@@ -222,7 +222,9 @@ fn nothing_goes_below_the_first_adapter() {
         names.map(|t| program.tensor(t).name.clone()).collect::<HashSet<String>>()
     };
     let all = written(&Projection::ALL);
-    assert!(!all.contains("layers.0.input_norm.d_out") && all.contains("layers.1.input_norm.d_out"));
+    assert!(
+        !all.contains("layers.0.input_norm.d_out") && all.contains("layers.1.input_norm.d_out")
+    );
     let down = written(&[Projection::Down]);
     assert!(!down.contains("layers.0.mlp.d_act") && down.contains("layers.1.mlp.d_act"));
     let o = written(&[Projection::O]);

@@ -234,7 +234,8 @@ fn logits_and_gradients_are_those_of_peft_on_four_bits() {
 
     // Quantized while it is loaded, and as transformers quantized it.
     let mut bases = vec![root().join("fixtures/llama-micro")];
-    let shared = std::env::var_os("PLIMSOLL_SHARED").map_or(root().join("../shared"), PathBuf::from);
+    let shared =
+        std::env::var_os("PLIMSOLL_SHARED").map_or(root().join("../shared"), PathBuf::from);
     let quantized = shared.join("golden/qlora/quantized");
     match quantized.exists() {
         true => bases.push(quantized),
@@ -348,11 +349,7 @@ fn adapters_are_the_dense_model_that_they_merge_into() {
     }
 }
 
-fn dense_gradients(
-    setup: &Setup,
-    lora: &Lora,
-    batch: &Batch,
-) -> (f32, HashMap<String, Vec<f32>>) {
+fn dense_gradients(setup: &Setup, lora: &Lora, batch: &Batch) -> (f32, HashMap<String, Vec<f32>>) {
     let arch = &setup.arch;
     let plan = setup.plan();
     let mut device = setup.device(&plan, &Weights::Random);
@@ -488,11 +485,8 @@ fn updating_inside_backward_gives_the_same_adapters() {
     let batch = Batch::random(&arch, 2, 24);
     let lora = Lora { rank: 4, dropout: 0.1, save_embed_tokens: true, ..Lora::default() };
     for quant in [None, Some(QUANT)] {
-        let base = Recipe {
-            max_grad_norm: None,
-            quant,
-            ..Recipe::lora(DType::F32, 2, 24, lora.clone())
-        };
+        let base =
+            Recipe { max_grad_norm: None, quant, ..Recipe::lora(DType::F32, 2, 24, lora.clone()) };
         let after = |optimizer_in_backward: bool| {
             let recipe = Recipe { optimizer_in_backward, ..base.clone() };
             let setup = Setup { arch: arch.clone(), recipe };

@@ -388,7 +388,8 @@ mod tests {
     impl Part {
         fn slice(&self, double: bool) -> (QuantizedSlice<'_>, usize) {
             let scales = if double {
-                let (codes, absmax, offset) = (&self.nested.0[..], &self.nested.1[..], self.nested.2);
+                let (codes, absmax, offset) =
+                    (&self.nested.0[..], &self.nested.1[..], self.nested.2);
                 Scales::Nested { codes, absmax, offset, map: DynamicMap::signed().values() }
             } else {
                 Scales::Plain(&self.plain)

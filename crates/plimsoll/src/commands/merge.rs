@@ -6,12 +6,12 @@ use clap::Args;
 use plimsoll_model::{ModelError, merge_adapter};
 use serde_json::json;
 
+use crate::Format;
 use crate::commands::quantize::{refuse_same_folder, stored_precision};
 use crate::exit::{Outcome, Stop};
 use crate::model_source::open_model;
 use crate::recipe_args::{Precision, QuantArg};
 use crate::weights::{open_adapter, resolve};
-use crate::Format;
 
 #[derive(Debug, Args)]
 pub struct MergeArgs {
@@ -57,12 +57,11 @@ pub fn run(args: &MergeArgs) -> Outcome {
         )));
     }
     let beside = model.files_beside()?;
-    let done = merge_adapter(checkpoint, &adapter, &args.out, precision, quant).map_err(|e| {
-        match e {
+    let done =
+        merge_adapter(checkpoint, &adapter, &args.out, precision, quant).map_err(|e| match e {
             ModelError::Io { .. } | ModelError::NoSpace { .. } => Stop::Failed(e.to_string()),
             other => Stop::input(other),
-        }
-    })?;
+        })?;
     for (name, bytes) in beside {
         let path = args.out.join(name);
         std::fs::write(&path, bytes)

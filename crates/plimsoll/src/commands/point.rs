@@ -123,7 +123,8 @@ impl PlannedPoint {
     pub fn new(args: &PointArgs) -> Result<PlannedPoint, Stop> {
         let model = open_model(&args.model)?;
         let kind = DeviceArg::resolve(args.device);
-        let recipe = args.recipe.recipe(&model.arch, model.stored_quant(), kind.default_precision())?;
+        let recipe =
+            args.recipe.recipe(&model.arch, model.stored_quant(), kind.default_precision())?;
         let planner = Planner::device(kind, args.memory_limit)?;
         let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
         let (batch, seq) = (recipe.batch, recipe.seq);

@@ -11,8 +11,8 @@ use plimsoll_model::{init_adapter, init_state, init_weights, load_weights};
 use plimsoll_plan::Device;
 use plimsoll_program::Recipe;
 use plimsoll_train::{
-    Batches, CheckpointError, Decay, EarlyStop, Ended, Event, ModelFiles, RunError, RunOptions, Schedule,
-    Session, StepMetrics, TrainPlan, TrainerState, Warmup, checkpoints, run as run_loop,
+    Batches, CheckpointError, Decay, EarlyStop, Ended, Event, ModelFiles, RunError, RunOptions,
+    Schedule, Session, StepMetrics, TrainPlan, TrainerState, Warmup, checkpoints, run as run_loop,
 };
 use serde_json::{Value, json};
 
