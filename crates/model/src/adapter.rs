@@ -171,10 +171,12 @@ fn lora(config: &Value, tensors: &Checkpoint, arch: &Architecture) -> Result<Lor
         save_embed_tokens: false,
         save_lm_head: false,
     };
+    let tied = config["ensure_weight_tying"].as_bool().unwrap_or(false);
     let saved = config["modules_to_save"].as_array().cloned().unwrap_or_default();
     for module in &saved {
         match module.as_str() {
-            Some("embed_tokens") => lora.save_embed_tokens = true,
+            Some("embed_tokens" | "model.embed_tokens") => lora.save_embed_tokens = true,
+            Some("lm_head") if arch.tie_word_embeddings && tied => lora.save_embed_tokens = true,
             Some("lm_head") => lora.save_lm_head = true,
             _ => {
                 return Err(format!(
@@ -183,7 +185,6 @@ fn lora(config: &Value, tensors: &Checkpoint, arch: &Architecture) -> Result<Lor
             }
         }
     }
-    let tied = config["ensure_weight_tying"].as_bool().unwrap_or(false);
     if lora.save_embed_tokens && arch.tie_word_embeddings && !tied {
         return Err("embed_tokens was trained apart from the head, which this model ties to it \
                     (ensure_weight_tying is not set)"

@@ -179,9 +179,13 @@ impl Lora {
             }
         }
         let (v, c) = (arch.vocab_size, arch.hidden_size);
+        let head = "base_model.model.lm_head.weight";
+        let tied = self.save_embed_tokens && arch.tie_word_embeddings;
         let saved = [
             (self.save_embed_tokens, "embed_tokens", "base_model.model.model.embed_tokens.weight"),
-            (self.save_lm_head, "lm_head", "base_model.model.lm_head.weight"),
+            (self.save_lm_head, "lm_head", head),
+            // With `ensure_weight_tying` PEFT writes what is one tensor twice.
+            (tied, "embed_tokens", head),
         ];
         for (_, tensor, source) in saved.into_iter().filter(|s| s.0) {
             let (tensor, source) = (tensor.to_owned(), source.to_owned());

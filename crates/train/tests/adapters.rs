@@ -193,11 +193,14 @@ impl Setup {
         let (program, layout) = (&plan.train, &plan.train_layout);
         let loss = read(&mut device, program, layout, "loss")[0];
         let parts = self.recipe.lora.as_ref().unwrap().parts(&self.arch);
+        // A tied head is the embedding once more.
+        let once = |p: &WeightPart| !(p.tensor == "embed_tokens" && p.source.contains("lm_head"));
+        let parts = parts.into_iter().filter(once);
         let gradient = |p: WeightPart| {
             let d = part(&mut device, program, layout, "d_", &p);
             (p.source, d)
         };
-        (loss, parts.into_iter().map(gradient).collect())
+        (loss, parts.map(gradient).collect())
     }
 }
 

@@ -3,8 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use plimsoll_arch::Architecture;
 use plimsoll_plan::{DeviceKind, PlanReport, gpu};
-use plimsoll_program::Method;
+use plimsoll_program::{Method, PRODUCTS, Recipe};
 
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
@@ -89,6 +90,9 @@ pub fn run(args: &PlanArgs) -> Outcome {
                 recipe.precision,
                 recipe.recompute
             );
+            if let Some(line) = more_than_dense(&planner, &arch, &recipe, &planned.report)? {
+                outln!("{line}");
+            }
         }
     }
     planned.must_fit(&planner, &arch, &recipe)
@@ -108,6 +112,33 @@ fn parse_price(text: &str) -> Result<f64, String> {
         Ok(usd) if usd.is_finite() && (0.0..=1e6).contains(&usd) => Ok(usd),
         _ => Err(format!("`{text}` is no price: give US dollars an hour, such as 2.49")),
     }
+}
+
+/// Why four bits need more memory than none, where they do.
+fn more_than_dense(
+    planner: &Planner,
+    arch: &Architecture,
+    recipe: &Recipe,
+    report: &PlanReport,
+) -> Result<Option<String>, Stop> {
+    let Some(quant) = recipe.quant else { return Ok(None) };
+    let dense = planner.plan(arch, &Recipe { quant: None, ..recipe.clone() })?.report;
+    if report.peak_bytes <= dense.peak_bytes {
+        return Ok(None);
+    }
+    let products = PRODUCTS
+        .iter()
+        .map(|(_, all)| all.iter().map(|p| p.shape(arch)).map(|(n, k)| n * k).sum::<usize>());
+    let matrix = products.max().unwrap_or(0) * recipe.precision.bytes();
+    Ok(Some(format!(
+        "{} needs {} more than {} weights here: to multiply with more than a few rows, one matrix \
+         at a time is multiplied out (up to {}), and that is more than four bits save on a model \
+         of this size",
+        quant.name(),
+        units::bytes(report.peak_bytes - dense.peak_bytes),
+        recipe.precision,
+        units::bytes(matrix as u64)
+    )))
 }
 
 /// The ledger as a table; GiB and MiB are binary.

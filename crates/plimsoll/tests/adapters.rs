@@ -1,0 +1,267 @@
+//! Adapters from the command line: trained, resumed, evaluated, merged, and refused
+//! where they do not fit.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use common::*;
+use serde_json::{Value, json};
+
+struct Bench {
+    dir: tempfile::TempDir,
+    model: PathBuf,
+    data: PathBuf,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let dir = tempfile::tempdir().unwrap();
+        let model = nano(dir.path());
+        let data = conversations(dir.path(), 12);
+        Bench { dir, model, data }
+    }
+
+    fn out(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn train(&self, out: &Path, options: &str) -> Ran {
+        let model = if options.contains("--model") { String::new() } else { self.on(&self.model) };
+        plimsoll(&format!(
+            "train {model} --data {} --out {} --seq 48 --batch 2 --lr 3e-2 --warmup 0 \
+             --schedule constant --lora-rank 4 --format json {options}",
+            self.data.display(),
+            out.display()
+        ))
+    }
+
+    fn on(&self, model: &Path) -> String {
+        format!("--model {}", model.display())
+    }
+
+    fn loss(&self, options: &str) -> f64 {
+        let data = self.data.display();
+        let line = format!("evaluate --data {data} --seq 48 --format json {options}");
+        plimsoll(&line).ok().json()["loss"].as_f64().unwrap()
+    }
+}
+
+fn bytes(path: &Path) -> Vec<u8> {
+    std::fs::read(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+const ADAPTER: &str = "adapter_model.safetensors";
+
+#[test]
+fn training_falls_and_resumes_to_the_bit() {
+    let bench = Bench::new();
+    for (method, options) in [
+        ("lora", "--lora-dropout 0.1 --lora-targets q_proj,v_proj,down_proj --rslora"),
+        ("qlora", "--lora-dropout 0.1 --accumulate 2"),
+        ("qlora", "--quant fp4 --optimizer adamw8bit --precision bf16"),
+        ("lora", "--modules-to-save embed_tokens --recompute block"),
+    ] {
+        let options = format!("--method {method} {options}");
+        let (whole, parts) = (bench.out("whole"), bench.out("parts"));
+        let before = bench.loss(&bench.on(&bench.model));
+        let ran = bench.train(&whole, &format!("--steps 8 {options}")).ok().json();
+        assert!(ran["loss"].as_f64().unwrap() < before - 0.1, "{options}: {ran} {before}");
+        bench.train(&parts, &format!("--steps 5 {options}")).ok();
+        bench.train(&parts, &format!("--steps 8 --resume {options}")).ok();
+        assert_eq!(bytes(&whole.join(ADAPTER)), bytes(&parts.join(ADAPTER)), "{options}");
+        let state = "checkpoint-00000008/optimizer.safetensors";
+        assert_eq!(bytes(&whole.join(state)), bytes(&parts.join(state)), "{options}");
+        assert!(!whole.join("model.safetensors").exists());
+        // Other adapters are another run.
+        let other = format!("--steps 9 --resume {options} --lora-alpha 3");
+        bench.train(&parts, &other).refused(&["lora", "other settings"]);
+        std::fs::remove_dir_all(&whole).unwrap();
+        std::fs::remove_dir_all(&parts).unwrap();
+    }
+}
+
+#[test]
+fn an_adapter_is_applied_by_every_command_and_merges_into_the_same() {
+    let bench = Bench::new();
+    let base = bench.on(&bench.model);
+    for quant in ["", "--quant nf4-dq"] {
+        let (out, merged) = (bench.out("run"), bench.out("merged"));
+        let method = if quant.is_empty() { "lora" } else { "qlora" };
+        bench.train(&out, &format!("--method {method} --steps 6 {quant}")).ok();
+        let adapter = format!("--adapter {} {quant}", out.display());
+        let loss = bench.loss(&format!("{base} {adapter}"));
+        assert!(loss < bench.loss(&format!("{base} {quant}")) - 0.1);
+        // The folder of an adapter names its base.
+        let named = bench.loss(&format!("{} {quant}", bench.on(&out)));
+        assert_eq!(loss, named);
+        let merge = format!("merge {base} {adapter} --out {} --format json", merged.display());
+        let ran = plimsoll(&merge).ok().json();
+        let into = if quant.is_empty() { "stored weights" } else { "nf4-dq" };
+        assert_eq!(ran["into"], into);
+        assert_eq!(ran["merged_tensors"], 14);
+        let found = bench.loss(&bench.on(&merged));
+        assert!((found - loss).abs() < 1e-5 * loss, "{found} {loss}");
+        // A token at a time, the adapter and the merged model say the same.
+        let say = |options: &str| {
+            let line = format!(
+                "generate --prompt hello --greedy --max-new-tokens 8 --ignore-eos {options}"
+            );
+            plimsoll(&format!("{line} --format json")).ok().json()["ids"].clone()
+        };
+        assert_eq!(say(&format!("{base} {adapter}")), say(&bench.on(&merged)));
+        std::fs::remove_dir_all(&out).unwrap();
+        std::fs::remove_dir_all(&merged).unwrap();
+    }
+}
+
+#[test]
+fn a_model_in_four_bits_is_used_as_it_is() {
+    let bench = Bench::new();
+    let (small, out) = (bench.out("small"), bench.out("run"));
+    let base = bench.on(&bench.model);
+    plimsoll(&format!("quantize {base} --quant nf4 --out {}", small.display())).ok();
+    let small = bench.on(&small);
+    // In its own format without being told, and the same as quantizing while loading.
+    let loss = bench.loss(&small);
+    assert_eq!(loss, bench.loss(&format!("{base} --quant nf4")));
+    assert_eq!(loss, bench.loss(&format!("{small} --quant nf4")));
+    assert!((loss - bench.loss(&format!("{small} --quant none"))).abs() < 1e-5);
+    bench.train(&out, &format!("{small} --method qlora --steps 2")).ok();
+    for command in ["evaluate", "generate --prompt x", "chat"] {
+        plimsoll(&format!("{command} {small} --quant fp4")).refused(&[
+            "--quant fp4",
+            "nf4 already",
+            "--quant nf4",
+        ]);
+    }
+    let full = format!("{small} --method full --steps 2");
+    bench.train(&bench.out("full"), &full).refused(&["nf4", "cannot be trained"]);
+}
+
+/// An adapter on the nano model, with its configuration and tensors to be edited.
+fn edited(dir: &Path, name: &str, source: &Path, edit: impl Fn(&mut Value)) -> PathBuf {
+    let path = dir.join(name);
+    std::fs::create_dir_all(&path).unwrap();
+    let text = std::fs::read_to_string(source.join("adapter_config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&text).unwrap();
+    edit(&mut config);
+    std::fs::write(path.join("adapter_config.json"), config.to_string()).unwrap();
+    std::fs::copy(source.join(ADAPTER), path.join(ADAPTER)).unwrap();
+    path
+}
+
+#[test]
+fn what_an_adapter_cannot_be_is_named() {
+    let bench = Bench::new();
+    let good = bench.out("good");
+    bench.train(&good, "--method lora --steps 1").ok();
+    let base = bench.on(&bench.model);
+    let evaluate = |adapter: &Path| {
+        plimsoll(&format!(
+            "evaluate {base} --data {} --adapter {}",
+            bench.data.display(),
+            adapter.display()
+        ))
+    };
+    evaluate(&good).ok();
+    let cases: [(&str, Value, &[&str]); 22] = [
+        ("peft_type", json!("IA3"), &["peft_type", "IA3"]),
+        ("use_dora", json!(true), &["use_dora"]),
+        ("bias", json!("all"), &["bias", "all"]),
+        ("lora_bias", json!(true), &["lora_bias"]),
+        ("fan_in_fan_out", json!(true), &["fan_in_fan_out"]),
+        ("rank_pattern", json!({"q_proj": 8}), &["rank_pattern", "q_proj"]),
+        ("alpha_pattern", json!({"q_proj": 8}), &["alpha_pattern"]),
+        ("layers_to_transform", json!([0]), &["layers_to_transform"]),
+        ("layer_replication", json!([[0, 1]]), &["layer_replication"]),
+        ("trainable_token_indices", json!([5]), &["trainable_token_indices"]),
+        ("target_parameters", json!(["x"]), &["target_parameters"]),
+        ("init_lora_weights", json!("pissa_niter_4"), &["init_lora_weights", "pissa"]),
+        ("target_modules", json!(["c_attn"]), &["target_modules", "c_attn"]),
+        ("target_modules", json!(7), &["target_modules", "7"]),
+        ("modules_to_save", json!(["norm"]), &["modules_to_save", "norm"]),
+        ("modules_to_save", json!(["embed_tokens"]), &["embed_tokens"]),
+        ("r", json!(0), &["rank 0"]),
+        ("r", json!(33), &["rank 33"]),
+        ("r", json!("four"), &["r is", "four"]),
+        ("r", json!(3), &["lora_A.weight", "[4, 32]", "[3, 32]"]),
+        ("lora_alpha", json!(0), &["alpha 0"]),
+        ("lora_alpha", json!(null), &["lora_alpha"]),
+    ];
+    for (key, value, words) in cases {
+        let path = edited(bench.dir.path(), "edited", &good, |c| c[key] = value.clone());
+        evaluate(&path).refused(words);
+    }
+    // What PEFT means by these, the tensors show.
+    for modules in [json!("all-linear"), json!(".*_proj"), json!(["q_proj", "self_attn.v_proj"])] {
+        evaluate(&edited(bench.dir.path(), "edited", &good, |c| {
+            c["target_modules"] = modules.clone();
+        }))
+        .ok();
+    }
+
+    // An adapter of another model, named with what does not fit.
+    let other = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/qlora/adapter");
+    evaluate(&other).refused(&["../llama-micro", "nano", "lora_A", "[8, 64]", "[8, 32]"]);
+    evaluate(&bench.model).refused(&["adapter_config.json"]);
+    evaluate(&bench.out("nowhere")).refused(&["adapter_config.json"]);
+
+    // Tensors: cut short, not a number, too few, too many.
+    let spoiled = |spoil: &dyn Fn(&mut Vec<u8>)| {
+        let path = edited(bench.dir.path(), "spoiled", &good, |_| {});
+        let mut file = bytes(&path.join(ADAPTER));
+        spoil(&mut file);
+        std::fs::write(path.join(ADAPTER), file).unwrap();
+        evaluate(&path)
+    };
+    spoiled(&|file| file.truncate(file.len() - 4)).refused(&[ADAPTER]);
+    spoiled(&|file| {
+        let end = file.len();
+        file[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    })
+    .refused(&["lora_B", "NaN"]);
+    let renamed = |from: &str, to: &str| {
+        spoiled(&|file| {
+            let text = String::from_utf8_lossy(&file[8..]).find(from).unwrap() + 8;
+            file[text..text + to.len()].copy_from_slice(to.as_bytes());
+        })
+    };
+    renamed("layers.1.mlp.up_proj.lora_A", "layers.7.mlp.up_proj.lora_A").refused(&[
+        "layers.1.mlp.up_proj.lora_A.weight",
+        "missing",
+        "layers.7",
+    ]);
+    std::fs::remove_file(bench.out("spoiled").join(ADAPTER)).unwrap();
+    evaluate(&bench.out("spoiled")).refused(&[ADAPTER]);
+    std::fs::write(bench.out("edited").join("adapter_config.json"), "{").unwrap();
+    evaluate(&bench.out("edited")).refused(&["adapter_config.json", "JSON"]);
+}
+
+#[test]
+fn recipes_that_cannot_be_are_named() {
+    let bench = Bench::new();
+    let out = bench.out("run");
+    for (options, words) in [
+        ("--method lora --lora-rank 0", &["rank 0"][..]),
+        ("--method lora --lora-rank 17", &["rank 17", "k_proj"]),
+        ("--method lora --lora-alpha nan", &["alpha"]),
+        ("--method lora --lora-dropout 1", &["dropout 1"]),
+        ("--method lora --lora-targets c_attn", &["c_attn", "q_proj"]),
+        ("--method lora --modules-to-save norm", &["norm", "embed_tokens"]),
+        ("--method lora --modules-to-save lm_head", &["lm_head"]),
+        ("--method qlora --quant none", &["qlora", "--method lora"]),
+        ("--method full --quant nf4", &["nf4", "cannot be trained"]),
+        ("--method qlora --quant-head", &["head"]),
+        ("--method lora --quant-head", &["--quant-head"]),
+    ] {
+        let rank = if options.contains("--lora-rank") { "" } else { "--lora-rank 4" };
+        plimsoll(&format!(
+            "train {} --data {} --out {} --seq 48 {rank} {options}",
+            bench.on(&bench.model),
+            bench.data.display(),
+            out.display()
+        ))
+        .refused(words);
+    }
+}
