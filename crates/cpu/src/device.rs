@@ -206,6 +206,12 @@ impl<'a> Memory<'a> {
                 let scaled = (sum * f64::from(self.scalars(*step).loss_scale)) as f32;
                 *total = if *accumulate { *total + scaled } else { scaled };
             }
+            OpKind::Argmax { x, out } => {
+                let rows = self.all::<f32>(*x).chunks_exact(self.cols(*x));
+                for (out, row) in self.all::<i32>(*out).iter_mut().zip(rows) {
+                    *out = kernels::argmax(row);
+                }
+            }
             OpKind::CrossEntropy { logits, .. } => {
                 with_elem!(self.dtype(*logits), E, self.model_op::<E>(&op.kind, ws));
             }
@@ -462,6 +468,7 @@ impl Memory<'_> {
             }
             OpKind::Linear { .. }
             | OpKind::LinearQuantized { .. }
+            | OpKind::Argmax { .. }
             | OpKind::SumLosses { .. }
             | OpKind::GradNorm { .. }
             | OpKind::AdamW { .. }

@@ -1,8 +1,12 @@
 //! Holds the CUDA device against the CPU: every op, whole training steps, prefill
-//! and decoding, exactness from run to run, and memory.
+//! and decoding, exactness from run to run, and memory; and against PyTorch's
+//! numbers of the golden models.
 //!
-//! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [train] [infer]
-//! [memory]`, on a machine with a GPU; without words, everything.
+//! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [few] [attention]
+//! [train] [infer] [memory] [golden] [real] [decode]`, on a machine with a GPU; without
+//! words, everything. `attention` is the part of `ops` that `PLIMSOLL_ATTENTION` changes,
+//! `few` holds products of few rows and what shares their launch, `decode` times token
+//! steps. `scripts/gpu-check` runs this and the program itself.
 
 mod support;
 
@@ -22,15 +26,21 @@ fn main() -> ExitCode {
     };
     println!("{info:?}");
     let wanted: Vec<String> = std::env::args().skip(1).collect();
-    let parts: [(&str, Part); 4] = [
+    let parts: [(&str, Part); 9] = [
         ("ops", support::ops::check),
+        ("few", support::few_rows::check),
+        ("attention", support::ops::check_attention),
         ("train", support::steps::train),
         ("infer", support::steps::infer),
         ("memory", support::steps::memory),
+        ("golden", support::golden::check),
+        ("real", support::golden::check_real),
+        ("decode", support::token::time),
     ];
     let mut report = support::Report::default();
     for (name, part) in parts {
-        if wanted.is_empty() || wanted.iter().any(|w| w == name) {
+        let all = wanted.is_empty() && name != "attention";
+        if all || wanted.iter().any(|w| w == name) {
             let start = std::time::Instant::now();
             part(&mut report);
             println!("-- {name}: {:.1} s", start.elapsed().as_secs_f32());

@@ -22,6 +22,9 @@
 // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
 //   attention_fwd_dD(qkv, doc_start, out, lse, B, T, H, K, window, scale)
 //       grid (B*H, ceil(T/128), 1), block 128, shared 768*D bytes
+//   attention_cached_fwd_dD(qkv, start, k_cache, v_cache, out, B, T, H, K, window, scale, capacity)
+//       the same grid; T new tokens of each row of the batch at position start[b] of caches (B, capacity, K*D),
+//       which hold their keys and values already
 //   attention_bwd_stats_dD(out, d_out, lse, stats, B, T, H)
 //       grid (ceil(B*Tpad*H/32), 1, 1), block 256, shared 0
 //   attention_bwd_dkdv_dD(qkv, d_out, stats, doc_start, d_qkv, B, T, H, K, window, scale)
@@ -128,10 +131,17 @@ __device__ __forceinline__ int first_key(const int* doc, int t, int window) {
     return min(max(max(doc[t], t - window + 1), 0), t);
 }
 
-template <int D>
+// Where keys and values come from when they are not beside the queries.
+struct Cache {
+    const u16 *k, *v;
+    const int* start;
+    int capacity;
+};
+
+template <int D, bool CACHED>
 __device__ __forceinline__ void forward(const u16* __restrict__ qkv, const int* __restrict__ doc_start,
                                         u16* __restrict__ out, float* __restrict__ lse, int T, int H, int K,
-                                        int window, float scale) {
+                                        int window, float scale, Cache cache) {
     constexpr int BM = 128, BN = 64, MT = 2, NT = BN / 8, DT = D / 8;
     extern __shared__ __align__(128) unsigned char smem[];
     u32 sQ = (u32)__cvta_generic_to_shared(smem);
@@ -143,22 +153,35 @@ __device__ __forceinline__ void forward(const u16* __restrict__ qkv, const int* 
     size_t stride = (size_t)(H + 2 * K) * D;
     const u16* row = qkv + (size_t)b * T * stride;
     const u16 *q = row + h * D, *k = row + (H + kv) * D, *v = row + (H + K + kv) * D;
-    const int* doc = doc_start + (size_t)b * T;
+    const int* doc = CACHED ? nullptr : doc_start + (size_t)b * T;
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    // Query t stands at position offset + t of `keys` keys.
+    int offset = 0, keys = T;
+    size_t kv_stride = stride;
+    if constexpr (CACHED) {
+        offset = max(cache.start[b], 0);
+        keys = min(offset + T, cache.capacity);
+        kv_stride = (size_t)K * D;
+        k = cache.k + (size_t)b * cache.capacity * kv_stride + kv * D;
+        v = cache.v + (size_t)b * cache.capacity * kv_stride + kv * D;
+    }
+    auto first = [&](int t) {
+        if constexpr (CACHED) return max(offset + t - window + 1, 0);
+        else return first_key(doc, t, window);
+    };
 
     int m_last = min(m0 + BM, T) - 1;
-    int n_begin = first_key(doc, m0, window) / BN, n_end = m_last / BN;
-    int lo_max = first_key(doc, m_last, window);
+    int n_begin = first(m0) / BN, n_end = min(offset + m_last, keys - 1) / BN;
+    int lo_max = first(m_last);
     int lo[MT][2];
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-            lo[mt][r] = first_key(doc, min(m0 + warp * 32 + mt * 16 + r * 8 + lane / 4, T - 1), window);
+        for (int r = 0; r < 2; ++r) lo[mt][r] = first(min(m0 + warp * 32 + mt * 16 + r * 8 + lane / 4, T - 1));
 
     load_tile<D, BM>(sQ, q, m0, T, stride);
-    load_tile<D, BN>(sKV, k, n_end * BN, T, stride);
-    load_tile<D, BN>(sKV + TILE, v, n_end * BN, T, stride);
+    load_tile<D, BN>(sKV, k, n_end * BN, keys, kv_stride);
+    load_tile<D, BN>(sKV + TILE, v, n_end * BN, keys, kv_stride);
     cp_async_commit();
 
     float o[MT][DT][4], mx[MT][2], sum[MT][2];
@@ -175,8 +198,8 @@ __device__ __forceinline__ void forward(const u16* __restrict__ qkv, const int* 
     for (int n = n_end; n >= n_begin; --n, stage ^= 1) {
         if (n > n_begin) {
             u32 next = sKV + (stage ^ 1) * 2 * TILE;
-            load_tile<D, BN>(next, k, (n - 1) * BN, T, stride);
-            load_tile<D, BN>(next + TILE, v, (n - 1) * BN, T, stride);
+            load_tile<D, BN>(next, k, (n - 1) * BN, keys, kv_stride);
+            load_tile<D, BN>(next + TILE, v, (n - 1) * BN, keys, kv_stride);
             cp_async_commit();
             cp_async_wait<1>();
         } else {
@@ -207,14 +230,14 @@ __device__ __forceinline__ void forward(const u16* __restrict__ qkv, const int* 
             }
         }
         int n0 = n * BN;
-        if (n0 + BN - 1 > m0 || n0 < lo_max) {
+        if (n0 + BN - 1 > min(offset + m0, keys - 1) || n0 < lo_max) {
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
                 for (int i = 0; i < NT; ++i)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
-                        int t = m0 + warp * 32 + mt * 16 + (e >> 1) * 8 + lane / 4;
+                        int t = min(offset + m0 + warp * 32 + mt * 16 + (e >> 1) * 8 + lane / 4, keys - 1);
                         int j = n0 + i * 8 + (lane & 3) * 2 + (e & 1);
                         if (j > t || j < lo[mt][e >> 1]) s[mt][i][e] = neg_inf();
                     }
@@ -284,7 +307,7 @@ __device__ __forceinline__ void forward(const u16* __restrict__ qkv, const int* 
 #pragma unroll
             for (int i = 0; i < DT; ++i)
                 *(u32*)(dst + i * 8) = pack_bf16(o[mt][i][2 * r] * inv, o[mt][i][2 * r + 1] * inv);
-            if ((lane & 3) == 0) lse[token * H + h] = mx[mt][r] * scale + __log2f(l) * LN2;
+            if (!CACHED && (lane & 3) == 0) lse[token * H + h] = mx[mt][r] * scale + __log2f(l) * LN2;
         }
 }
 
@@ -587,7 +610,13 @@ __device__ __forceinline__ void backward_dq(const u16* __restrict__ qkv, const u
     extern "C" __global__ void __launch_bounds__(128)                                                              \
         attention_fwd_d##D(const u16* qkv, const int* doc_start, u16* out, float* lse, int, int T, int H, int K,   \
                            int window, float scale) {                                                              \
-        forward<D>(qkv, doc_start, out, lse, T, H, K, window, scale);                                              \
+        forward<D, false>(qkv, doc_start, out, lse, T, H, K, window, scale, Cache{});                              \
+    }                                                                                                              \
+    extern "C" __global__ void __launch_bounds__(128)                                                              \
+        attention_cached_fwd_d##D(const u16* qkv, const int* start, const u16* k_cache, const u16* v_cache,        \
+                                  u16* out, int, int T, int H, int K, int window, float scale, int capacity) {     \
+        Cache cache{k_cache, v_cache, start, capacity};                                                            \
+        forward<D, true>(qkv, nullptr, out, nullptr, T, H, K, window, scale, cache);                               \
     }                                                                                                              \
     extern "C" __global__ void __launch_bounds__(256)                                                              \
         attention_bwd_stats_d##D(const u16* out, const u16* d_out, const float* lse, float* stats, int B, int T,  \

@@ -1,10 +1,11 @@
 // Rows of a table by index, and the gradient of the table.
 
-#include "common.cuh"
+#include "dependent.cuh"
 
 // out row r = table row ids[r], as bytes; an index outside the table gives NaN,
 // which no loss survives unnoticed. One block a row.
 template <class W> __device__ void gather(const W* table, const int* ids, W* out, int words, int table_rows) {
+    let_next_start();
     int id = ids[blockIdx.x];
     W* to = out + (long long)blockIdx.x * words;
     if (id < 0 || id >= table_rows) {

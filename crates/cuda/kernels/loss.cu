@@ -5,6 +5,20 @@
 
 constexpr int IGNORED = -100;
 
+// e^x as 2^(x log2 e): one multiply-add where x is a difference.
+constexpr float LOG2E = 1.44269504f;
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// e^(x - top), given top log2(e) for types that cannot see the difference.
+template <class T> __device__ __forceinline__ float exp_below(float x, float top, float top_log2e) {
+    if constexpr (sizeof(T) == 2) return exp2_fast(fmaf(x, LOG2E, -top_log2e));
+    else return expf(x - top);
+}
+
 // One block of 1024 threads a row. losses = log(sum of exp) - logit of the label;
 // with `backward` the logits become (softmax - onehot) * loss_scale, step[3]. A
 // label outside the vocabulary gives a loss of NaN.
@@ -21,7 +35,9 @@ __device__ void cross_entropy(T* logits, const int* labels, float* losses, const
         }
         return;
     }
-    float largest = negative_infinity(), sum = 0.0f;
+    float at_label = to_float(row[label]);
+    // A finite start: differences of infinities would be NaN.
+    float largest = -3.0e38f, sum = 0.0f;
     for (int i = threadIdx.x * N; i < vocab; i += blockDim.x * N) {
         float v[N];
         load(row + i, v);
@@ -29,35 +45,31 @@ __device__ void cross_entropy(T* logits, const int* labels, float* losses, const
 #pragma unroll
         for (int n = 0; n < N; ++n) top = fmaxf(top, v[n]);
         if (top > largest) sum *= exponential<T>(largest - top), largest = top;
-        if (largest > negative_infinity()) {
+        float top_log2e = largest * LOG2E;
 #pragma unroll
-            for (int n = 0; n < N; ++n) sum += exponential<T>(v[n] - largest);
-        }
+        for (int n = 0; n < N; ++n) sum += exp_below<T>(v[n], largest, top_log2e);
     }
-    float at_label = to_float(row[label]);
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     float top = warp_max(largest);
-    sum = warp_sum(largest == negative_infinity() ? 0.0f : sum * expf(largest - top));
+    sum = warp_sum(sum * expf(largest - top));
     if (lane == 0) maxima[warp] = top, sums[warp] = sum;
     __syncthreads();
     bool used = lane < (int)(blockDim.x >> 5);
-    float part = used ? maxima[lane] : negative_infinity();
+    float part = used ? maxima[lane] : -3.0e38f;
     largest = warp_max(part);
-    sum = warp_sum(part == negative_infinity() ? 0.0f : sums[lane] * expf(part - largest));
+    sum = warp_sum(used ? sums[lane] * expf(part - largest) : 0.0f);
     if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) + largest - at_label;
     if (!backward) return;
     float scale = step[3];
-    float factor = scale / sum;
+    float factor = scale / sum, top_log2e = largest * LOG2E;
     for (int i = threadIdx.x * N; i < vocab; i += blockDim.x * N) {
         float v[N];
         load(row + i, v);
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            v[n] = exponential<T>(v[n] - largest) * factor;
-            // Not by subtraction from the rounded softmax.
-            if (i + n == label) v[n] = (expf(at_label - largest) / sum - 1.0f) * scale;
-        }
+        for (int n = 0; n < N; ++n) v[n] = exp_below<T>(v[n], largest, top_log2e) * factor;
         store(row + i, v);
+        // The thread that wrote the label's piece: not by subtraction from the rounded softmax.
+        if ((u32)(label - i) < (u32)N) row[label] = from_float<T>((expf(at_label - largest) / sum - 1.0f) * scale);
     }
 }
 

@@ -63,22 +63,6 @@ __device__ __forceinline__ void adamw_element(float& p, float g, float& m, float
     p = fmaf(p, o.decay, -(o.step * move));
 }
 
-// Eight neighbours to memory, rounded with the bits of their piece: one hash of the
-// piece, spread by one more round over pairs of elements.
-__device__ __forceinline__ void store_rounded(float* to, const float (&x)[8], u32, u32) { store(to, x); }
-__device__ __forceinline__ void store_rounded(bf16* to, const float (&x)[8], u32 hash, u32 key) {
-    u32 packed[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-        u32 random = (hash ^ (key + 0x9e3779b9u * n)) * 0x846ca68bu;
-        random ^= random >> 16;
-        u32 low = __float_as_uint(x[2 * n]) + (random & 0xffffu);
-        u32 high = __float_as_uint(x[2 * n + 1]) + (random >> 16);
-        packed[n] = __byte_perm(low, high, 0x7632);
-    }
-    *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-}
-
 // Eight neighbours from a multiple of eight on.
 template <class P, class S>
 __device__ __forceinline__ void adamw_piece(P* param, const P* grad, S* m, S* v, long long i, const Hyper& o) {
@@ -98,7 +82,7 @@ __device__ __forceinline__ void adamw_piece(P* param, const P* grad, S* m, S* v,
         store(param + i, p), store(m + i, m1), store(v + i, v1);
         return;
     }
-    u32 hash = random_bits(o.seed0 ^ (u32)(i >> 35) * 0x9e3779b9u, o.seed1, (u32)(i >> 3));
+    u32 hash = piece_bits(o.seed0, o.seed1, i);
     store_rounded(param + i, p, hash, 0x243f6a88u);
     store_rounded(m + i, m1, hash, 0x85a308d3u);
     store_rounded(v + i, v1, hash, 0x13198a2eu);

@@ -3,10 +3,12 @@
 // it decodes the moments, updates, finds the new scales, and encodes. Codes and
 // scales are those of crates/quant/src/adamw8bit.rs to the bit.
 
+#include "dynamic_map.cuh"
 #include "rounding.cuh"
 
 constexpr int TENSORS = 48;       // of one launch: the table is a kernel parameter
-constexpr int CHUNK = 8192;       // elements of one block of 256 threads
+constexpr int CHUNK = 32768;      // elements of one block of 256 threads
+constexpr int COPIES = 8;         // of the tables, so that lanes seldom meet in a bank
 constexpr int STATE_BLOCK = 256;  // elements that share a scale
 
 typedef unsigned char u8;
@@ -29,30 +31,13 @@ struct Update8bitTable {
     const float* norm;  // [1] is the clipping factor; null clips nothing
 };
 
-// The dynamic maps; crates/quant/src/dynamic.rs explains them.
+// The dynamic maps; crates/quant/src/dynamic.rs explains them. Entry i of copy c is
+// at i COPIES + c.
 struct Maps {
-    float m[256], v[256];
+    float m[256 * COPIES], v[256 * COPIES];
     // Element j is the largest magnitude that is at most j places above zero.
-    float m_limits[256], v_limits[256];
+    float m_limits[256 * COPIES], v_limits[256 * COPIES];
 };
-
-__constant__ float SCALES[7] = {1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f};
-
-__device__ __forceinline__ float bound(int k, int n) {
-    float step = (1.0f - 0.1f) / (float)n;
-    return k < (n + 1) / 2 ? fmaf(step, (float)k, 0.1f) : fmaf(-step, (float)(n - k), 1.0f);
-}
-
-// The number `position` places above zero, where decade 0 has FIRST numbers.
-template <int FIRST> __device__ __forceinline__ float magnitude(int position) {
-    if (position == 0) return 0.0f;
-    int at = position - 1 + FIRST;
-    int octave = 31 - __clz(at);
-    int decade = octave - (FIRST - 1);
-    if (decade >= 7) return 1.0f;
-    int n = 1 << octave, k = at - n;
-    return SCALES[decade] * ((bound(k, n) + bound(k + 1, n)) / 2.0f);
-}
 
 // A number in the middle goes to the even code: `even` says whether the lower one is.
 __device__ __forceinline__ float limit(float below, float above, bool even) {
@@ -63,11 +48,14 @@ __device__ __forceinline__ float limit(float below, float above, bool even) {
 // Thread t of 256 makes entry t.
 __device__ __forceinline__ void fill(Maps& maps) {
     int t = threadIdx.x;
-    maps.m[t] = t < 127 ? -magnitude<1>(127 - t) : magnitude<1>(t - 127);
-    maps.v[t] = magnitude<2>(t);
     const float none = -negative_infinity();
-    maps.m_limits[t] = t < 128 ? limit(magnitude<1>(t), magnitude<1>(t + 1), t % 2 == 1) : none;
-    maps.v_limits[t] = t < 255 ? limit(magnitude<2>(t), magnitude<2>(t + 1), t % 2 == 0) : none;
+    float m = signed_map(t), v = map_magnitude<2>(t);
+    float m_limit = t < 128 ? limit(map_magnitude<1>(t), map_magnitude<1>(t + 1), t % 2 == 1) : none;
+    float v_limit = t < 255 ? limit(v, map_magnitude<2>(t + 1), t % 2 == 0) : none;
+    for (int c = 0; c < COPIES; ++c) {
+        maps.m[t * COPIES + c] = m, maps.v[t * COPIES + c] = v;
+        maps.m_limits[t * COPIES + c] = m_limit, maps.v_limits[t * COPIES + c] = v_limit;
+    }
 }
 
 // Places above zero of a magnitude between 0 and 1. Positions grow linearly inside a
@@ -86,7 +74,7 @@ template <int FIRST> __device__ __forceinline__ u32 position(float x, const floa
         scale *= 10.0;
     }
     u32 candidate = (__float_as_uint(least) >> 4) & 0xffu;
-    return candidate + (x > limits[candidate] ? 1u : 0u);
+    return candidate + (x > limits[candidate * COPIES] ? 1u : 0u);
 }
 
 // bf16 cannot see the error of the fast ones.
@@ -132,16 +120,6 @@ template <class T> __device__ __forceinline__ void load_some(const T* from, int 
     }
 }
 
-template <class T> __device__ __forceinline__ void store_some(T* to, int count, const float (&from)[8]) {
-    if (count == 8) {
-        store(to, from);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-            if (i < count) to[i] = from_float<T>(from[i]);
-    }
-}
-
 // The largest over the warp of numbers that are not negative: their bits compare alike.
 __device__ __forceinline__ float warp_largest(float x) {
     return __uint_as_float(__reduce_max_sync(0xffffffffu, __float_as_uint(x)));
@@ -179,6 +157,9 @@ template <class P> __device__ void adamw8bit(const Update8bitTable& table) {
     const float decay = 1.0f - lr * table.weight_decay[tensor];
     const float grad_scale = table.norm ? table.norm[1] : 1.0f;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int copy = lane % COPIES;
+    const float *map_m = maps.m + copy, *map_v = maps.v + copy;
+    const float *m_limits = maps.m_limits + copy, *v_limits = maps.v_limits + copy;
     __syncthreads();
 
     for (long long first = begin + warp * STATE_BLOCK; first < end; first += 8 * STATE_BLOCK) {
@@ -190,23 +171,32 @@ template <class P> __device__ void adamw8bit(const Update8bitTable& table) {
         uint2 vc = load_codes(v_codes + i, count, 0u);
         const float old_m = m_absmax[block], old_v = v_absmax[block];
         load_some(param + i, count, p);
-        const u32 seed0 = (u32)seed ^ (u32)(i >> 32) * 0x9e3779b9u;
         float largest_m = 0.0f, largest_v = 0.0f;
+        bool numbers = true;
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
             float scaled = g[k] * grad_scale;
-            float new_m = fmaf(rest1, scaled, maps.m[code_at(mc, k)] * old_m * beta1);
-            float new_v = fmaf(rest2 * scaled, scaled, maps.v[code_at(vc, k)] * old_v * beta2);
+            float new_m = fmaf(rest1, scaled, map_m[code_at(mc, k) * COPIES] * old_m * beta1);
+            float new_v = fmaf(rest2 * scaled, scaled, map_v[code_at(vc, k) * COPIES] * old_v * beta2);
             float updated = fmaf(step, quotient<P>(new_m, new_v, eps), p[k]) * decay;
             bool finite = fabsf(g[k]) < -negative_infinity();
             m[k] = finite ? new_m : 0.0f;
             v[k] = finite ? new_v : 0.0f;
-            u32 bits = random_bits(seed0, (u32)(seed >> 32), (u32)(i + k));
-            p[k] = round_randomly<P>(finite ? updated : p[k], bits);
+            p[k] = finite ? updated : p[k];
+            numbers &= p[k] == p[k];
             largest_m = fmaxf(largest_m, fabsf(m[k]));
             largest_v = fmaxf(largest_v, fabsf(v[k]));
         }
-        store_some(param + i, count, p);
+        const u32 hash = piece_bits((u32)seed, (u32)(seed >> 32), i);
+        if (count == 8 && numbers) {
+            store_rounded(param + i, p, hash, 0x243f6a88u);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                u32 bits = random_bits(hash, (u32)seed, (u32)k);
+                if (k < count) param[i + k] = from_float<P>(round_randomly<P>(p[k], bits));
+            }
+        }
         largest_m = warp_largest(largest_m);
         largest_v = warp_largest(largest_v);
         if (lane == 0) m_absmax[block] = largest_m, v_absmax[block] = largest_v;
@@ -214,11 +204,11 @@ template <class P> __device__ void adamw8bit(const Update8bitTable& table) {
         u32 m_out[2] = {0, 0}, v_out[2] = {0, 0};
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            u32 at = position<1>(fabsf(m[k]) * scale_m, maps.m_limits);
+            u32 at = position<1>(fabsf(m[k]) * scale_m, m_limits);
             // The sign of a moment survives rounding to zero; there is no -1.
             u32 code = __float_as_int(m[k]) < 0 ? 127u - min(max(at, 1u), 127u) : 127u + at;
             m_out[k / 4] |= (code & 0xffu) << (8 * (k % 4));
-            v_out[k / 4] |= (position<2>(v[k] * scale_v, maps.v_limits) & 0xffu) << (8 * (k % 4));
+            v_out[k / 4] |= (position<2>(v[k] * scale_v, v_limits) & 0xffu) << (8 * (k % 4));
         }
         store_codes(m_codes + i, count, make_uint2(m_out[0], m_out[1]));
         store_codes(v_codes + i, count, make_uint2(v_out[0], v_out[1]));

@@ -26,14 +26,23 @@ template <class T> __device__ void sum_partials(const float* partial, T* out, in
     }
 }
 
-// partial (gridDim.y, n) = column sums of `span` rows each of x (rows, n).
-template <class T> __device__ void sum_rows(const T* x, float* partial, int rows, int n, int span) {
-    int column = blockIdx.x * blockDim.x + threadIdx.x;
+// partial (gridDim.y, n) = column sums of `span` rows each of x (rows, n), N
+// neighbouring columns a thread.
+template <class T, int N> __device__ void sum_rows(const T* x, float* partial, int rows, int n, int span) {
+    int column = (blockIdx.x * blockDim.x + threadIdx.x) * N;
     if (column >= n) return;
     int begin = blockIdx.y * span, end = min(rows, begin + span);
-    float sum = 0.0f;
-    for (int r = begin; r < end; ++r) sum += to_float(x[(long long)r * n + column]);
-    partial[(long long)blockIdx.y * n + column] = sum;
+    float sum[N] = {};
+#pragma unroll 4
+    for (int r = begin; r < end; ++r) {
+        float v[N];
+        load(x + (long long)r * n + column, v);
+#pragma unroll
+        for (int k = 0; k < N; ++k) sum[k] += v[k];
+    }
+    float* to = partial + (long long)blockIdx.y * n + column;
+#pragma unroll
+    for (int k = 0; k < N; ++k) to[k] = sum[k];
 }
 
 constexpr int SQUARE_TENSORS = 128;   // of one launch
@@ -100,12 +109,15 @@ extern "C" __global__ void __launch_bounds__(1024) grad_norm(const double* parti
     extern "C" __global__ void __launch_bounds__(1024)                                                        \
         sum_partials_##NAME(const float* partial, T* out, int count, int n, int accumulate) {                 \
         sum_partials<T>(partial, out, count, n, accumulate);                                                  \
-    }                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(256)                                                         \
-        sum_rows_##NAME(const T* x, float* partial, int rows, int n, int span) {                              \
-        sum_rows<T>(x, partial, rows, n, span);                                                               \
     }
 FOR_TYPES(REDUCE)
+
+#define SUM_ROWS(NAME, T, N)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                         \
+        sum_rows_##NAME##_v##N(const T* x, float* partial, int rows, int n, int span) {                       \
+        sum_rows<T, N>(x, partial, rows, n, span);                                                            \
+    }
+FOR_TYPES_AND_WIDTHS(SUM_ROWS)
 
 extern "C" __global__ void __launch_bounds__(512)
     sum_of_squares_bf16(const __grid_constant__ SquareTable table, double* partial) {

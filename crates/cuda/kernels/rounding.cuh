@@ -36,3 +36,25 @@ template <> __device__ __forceinline__ float round_randomly<bf16>(float x, u32 r
     if ((bits & 0x7fffffffu) >= 0x7f800000u) return x;
     return __uint_as_float((bits + (random & 0xffffu)) & 0xffff0000u);
 }
+
+// Random bits of the eight elements from i on, a multiple of eight.
+__device__ __forceinline__ u32 piece_bits(u32 seed0, u32 seed1, long long i) {
+    return random_bits(seed0 ^ (u32)(i >> 35) * 0x9e3779b9u, seed1, (u32)(i >> 3));
+}
+
+// Eight neighbours to memory, rounded with the bits of their piece: one hash of the
+// piece, spread by one more round over pairs of elements. None of them is a NaN:
+// adding to its bits could make a number of it.
+__device__ __forceinline__ void store_rounded(float* to, const float (&x)[8], u32, u32) { store(to, x); }
+__device__ __forceinline__ void store_rounded(bf16* to, const float (&x)[8], u32 hash, u32 key) {
+    u32 packed[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        u32 random = (hash ^ (key + 0x9e3779b9u * n)) * 0x846ca68bu;
+        random ^= random >> 16;
+        u32 low = __float_as_uint(x[2 * n]) + (random & 0xffffu);
+        u32 high = __float_as_uint(x[2 * n + 1]) + (random >> 16);
+        packed[n] = __byte_perm(low, high, 0x7632);
+    }
+    *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+}

@@ -6,19 +6,45 @@ use std::ptr;
 
 use cudarc::driver::sys;
 use plimsoll_arch::DType;
-use plimsoll_program::{AttentionShape, OpKind};
+use plimsoll_program::{AttentionShape, OpKind, TensorId};
 
+use crate::decode;
 use crate::driver::{Context, cuda};
 use crate::error::CudaError;
 use crate::kernels::{Arg, Grid, Kernels, suffix};
 use crate::launch::Launcher;
 
-/// Keys of one block of decoding (CHUNK of attention_cached.cu).
+/// Keys of one block of decoding in float32 (CHUNK of attention_cached.cu).
 const CACHED_CHUNK: usize = 128;
 /// Up to this many new tokens each one's keys stream by once; with more, tiles of
 /// queries share them.
 const STREAMED_TOKENS: usize = 4;
 const MAX_HEAD_DIM: usize = 256;
+/// Query heads of one block of decode_attention.cu, and keys that it takes at least.
+const DECODE_HEADS: usize = 8;
+const DECODE_KEYS: usize = 64;
+/// Spans of the keys of one head at most, and about how many blocks fill a chip.
+const DECODE_SPLITS: usize = 32;
+const DECODE_BLOCKS: usize = 256;
+
+/// The argument of decode_attention.cu; mirrors `Decode` there.
+#[repr(C)]
+struct DecodeArgument {
+    qkv: u64,
+    start: u64,
+    positions: u64,
+    table: u64,
+    k_cache: u64,
+    v_cache: u64,
+    out: u64,
+    partial: u64,
+    table_rows: i32,
+    heads: i32,
+    kv_heads: i32,
+    window: i32,
+    capacity: i32,
+    scale: f32,
+}
 
 /// A set of training kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,12 +80,28 @@ pub(crate) fn backward_workspace(shape: &AttentionShape) -> u64 {
     8 * (shape.batch * shape.heads * shape.seq.next_multiple_of(128)) as u64
 }
 
+/// Whether tensor cores attend over a cache.
+fn cached_on_tensor_cores(shape: &AttentionShape, dtype: DType) -> bool {
+    dtype == DType::Bf16 && matches!(shape.head_dim, 64 | 96 | 128)
+}
+
+/// Blocks of decoding: spans of the keys, and groups of query heads.
+fn decode_grid(shape: &AttentionShape, capacity: usize) -> (usize, usize) {
+    let groups = shape.kv_heads * (shape.heads / shape.kv_heads).div_ceil(DECODE_HEADS);
+    let splits = DECODE_BLOCKS / (shape.batch * groups).max(1);
+    (splits.clamp(1, DECODE_SPLITS).min(capacity.div_ceil(DECODE_KEYS)), groups)
+}
+
 /// Scratch bytes of attention over a cache of `capacity` positions.
-pub(crate) fn cached_workspace(shape: &AttentionShape, capacity: usize) -> u64 {
-    if shape.seq > STREAMED_TOKENS {
-        return 0;
-    }
-    let parts = shape.batch * shape.seq * shape.heads * capacity.div_ceil(CACHED_CHUNK);
+pub(crate) fn cached_workspace(shape: &AttentionShape, capacity: usize, dtype: DType) -> u64 {
+    let parts = if cached_on_tensor_cores(shape, dtype) {
+        let (splits, groups) = decode_grid(shape, capacity);
+        if shape.seq == 1 { shape.batch * groups * DECODE_HEADS * splits } else { 0 }
+    } else if shape.seq > STREAMED_TOKENS {
+        0
+    } else {
+        shape.batch * shape.seq * shape.heads * capacity.div_ceil(CACHED_CHUNK)
+    };
     4 * (parts * (shape.head_dim + 2)) as u64
 }
 
@@ -174,6 +216,63 @@ pub(crate) fn backward(l: &Launcher, op: &OpKind, workspace: u64) -> Result<(), 
     l.kernels.launch(("attention", &format!("attention_bwd_dq_d{d}")), l.stream, grid, &args)
 }
 
+/// RoPE, the append and attention of one new token in one launch, where op `at` and
+/// the next are those.
+pub(crate) fn fused(l: &Launcher, at: usize, end: usize) -> Result<bool, CudaError> {
+    let ops = &l.program.ops[at..end];
+    let Some(OpKind::Rope { qkv: turned, positions, table, inverse: false, .. }) =
+        ops.first().map(|op| &op.kind)
+    else {
+        return Ok(false);
+    };
+    let Some(attend) = ops.get(1) else { return Ok(false) };
+    let OpKind::AttentionCached { qkv, shape, .. } = &attend.kind else { return Ok(false) };
+    if qkv != turned
+        || shape.seq != 1
+        || !cached_on_tensor_cores(shape, l.dtype(*qkv))
+        || !decode::is_forgotten(l.program, *qkv, at + 1)
+    {
+        return Ok(false);
+    }
+    let workspace = attend.workspace.map_or(0, |w| l.at(w));
+    decode_token(l, &attend.kind, workspace, Some((*positions, *table)))?;
+    Ok(true)
+}
+
+/// One new token of each sequence; `rope`, where queries and keys are not rotated yet,
+/// names positions and table.
+fn decode_token(
+    l: &Launcher,
+    op: &OpKind,
+    workspace: u64,
+    rope: Option<(TensorId, TensorId)>,
+) -> Result<(), CudaError> {
+    let OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, capacity } = op else {
+        return Ok(());
+    };
+    let argument = DecodeArgument {
+        qkv: l.at(*qkv),
+        start: l.at(*start),
+        positions: rope.map_or(0, |(positions, _)| l.at(positions)),
+        table: rope.map_or(0, |(_, table)| l.at(table)),
+        k_cache: l.at(*k_cache),
+        v_cache: l.at(*v_cache),
+        out: l.at(*out),
+        partial: workspace,
+        table_rows: rope.map_or(0, |(_, table)| l.program.tensor(table).shape[0] as i32),
+        heads: shape.heads as i32,
+        kv_heads: shape.kv_heads as i32,
+        window: shape.window.map_or(1 << 30, |w| w.min(1 << 30) as i32),
+        capacity: *capacity as i32,
+        scale: shape.scale(),
+    };
+    let (splits, groups) = decode_grid(shape, *capacity);
+    let blocks = (splits as u64, groups as u64, shape.batch as u64);
+    let grid = Grid { blocks, threads: (128, 1), shared: 0 };
+    let name = format!("decode_attention_d{}", shape.head_dim);
+    l.kernels.launch_struct(("decode_attention", &name), l.stream, grid, &argument)
+}
+
 /// Appends to the caches and attends over them.
 pub(crate) fn cached(l: &Launcher, op: &OpKind, workspace: u64) -> Result<(), CudaError> {
     let OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, capacity } = op else {
@@ -181,6 +280,10 @@ pub(crate) fn cached(l: &Launcher, op: &OpKind, workspace: u64) -> Result<(), Cu
     };
     check_head_dim(l, shape)?;
     let dtype = l.dtype(*qkv);
+    let tensor_cores = cached_on_tensor_cores(shape, dtype);
+    if tensor_cores && shape.seq == 1 {
+        return decode_token(l, op, workspace, None);
+    }
     let name = suffix(dtype);
     let (qkv, start, out) = (l.at(*qkv), l.at(*start), l.at(*out));
     let (k_cache, v_cache) = (l.at(*k_cache), l.at(*v_cache));
@@ -198,6 +301,14 @@ pub(crate) fn cached(l: &Launcher, op: &OpKind, workspace: u64) -> Result<(), Cu
     ];
     let append = format!("cache_append_{name}");
     l.kernels.launch(("attention_cached", &append), l.stream, Grid::line(rows, 256), &args)?;
+    if tensor_cores {
+        let mut args = [qkv, start, k_cache, v_cache, out].map(Arg::Ptr).to_vec();
+        args.extend(sizes(shape));
+        args.push(int(*capacity));
+        let grid = tensor_grid((shape.batch * shape.heads, shape.seq.div_ceil(128)), 768 * d);
+        let attend = format!("attention_cached_fwd_d{d}");
+        return l.kernels.launch(("attention", &attend), l.stream, grid, &args);
+    }
     if shape.seq > STREAMED_TOKENS {
         let strides = (q_width + 2 * kv_width, kv_width, capacity * kv_width);
         let memory = [qkv, k_cache, v_cache, 0, start, out, 0];

@@ -54,6 +54,8 @@ pub struct DeviceInfo {
     pub memory_bytes: u64,
     pub compute_capability: (i32, i32),
     pub multiprocessors: i32,
+    /// Bytes of shared memory that one block can have.
+    pub shared_bytes: i32,
     /// CUDA version of the driver: 1000 major + 10 minor.
     pub driver: i32,
 }
@@ -106,6 +108,7 @@ fn find(ordinal: usize) -> Result<(sys::CUdevice, DeviceInfo), CudaError> {
         memory_bytes: memory as u64,
         compute_capability: (major, minor),
         multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         driver,
     };
     Ok((device, info))

@@ -25,6 +25,21 @@ struct Family {
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
+/// Pointers to arguments, as the driver wants them.
+fn pointers(name: &str, args: &[Arg]) -> [*mut c_void; 24] {
+    let mut pointers = [ptr::null_mut::<c_void>(); 24];
+    debug_assert!(args.len() <= pointers.len(), "{name}");
+    for (pointer, arg) in pointers.iter_mut().zip(args) {
+        *pointer = match arg {
+            Arg::Ptr(x) => ptr::from_ref(x).cast_mut().cast(),
+            Arg::Int(x) => ptr::from_ref(x).cast_mut().cast(),
+            Arg::Long(x) => ptr::from_ref(x).cast_mut().cast(),
+            Arg::Float(x) => ptr::from_ref(x).cast_mut().cast(),
+        };
+    }
+    pointers
+}
+
 /// A kernel argument.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Arg {
@@ -91,17 +106,67 @@ impl Kernels {
         grid: Grid,
         args: &[Arg],
     ) -> Result<(), CudaError> {
-        let mut pointers = [ptr::null_mut::<c_void>(); 24];
-        for (pointer, arg) in pointers.iter_mut().zip(args) {
-            *pointer = match arg {
-                Arg::Ptr(x) => ptr::from_ref(x).cast_mut().cast(),
-                Arg::Int(x) => ptr::from_ref(x).cast_mut().cast(),
-                Arg::Long(x) => ptr::from_ref(x).cast_mut().cast(),
-                Arg::Float(x) => ptr::from_ref(x).cast_mut().cast(),
-            };
-        }
-        debug_assert!(args.len() <= pointers.len(), "{name}");
+        let mut pointers = pointers(name, args);
         self.launch_pointers((family, name), stream, grid, &mut pointers)
+    }
+
+    /// As [`Kernels::launch`], for a kernel that waits itself for those before it
+    /// (dependent.cuh): it may start while they still run.
+    pub fn launch_waiting(
+        &self,
+        (family, name): (&'static str, &str),
+        stream: sys::CUstream,
+        grid: Grid,
+        args: &[Arg],
+    ) -> Result<(), CudaError> {
+        let mut pointers = pointers(name, args);
+        self.launch_early((family, name), stream, grid, &mut pointers)
+    }
+
+    /// As [`Kernels::launch_waiting`], with one struct as the only argument.
+    pub fn launch_struct<T>(
+        &self,
+        (family, name): (&'static str, &str),
+        stream: sys::CUstream,
+        grid: Grid,
+        argument: &T,
+    ) -> Result<(), CudaError> {
+        let mut pointers = [ptr::from_ref(argument).cast_mut().cast::<c_void>()];
+        self.launch_early((family, name), stream, grid, &mut pointers)
+    }
+
+    fn launch_early(
+        &self,
+        (family, name): (&'static str, &str),
+        stream: sys::CUstream,
+        grid: Grid,
+        pointers: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        // Only the machine code for this chip has the instruction to wait.
+        if self.compute_capability != (9, 0) {
+            return self.launch_pointers((family, name), stream, grid, pointers);
+        }
+        let function = self.function(family, name)?;
+        self.allow_shared(function, grid.shared)?;
+        // SAFETY: plain bytes, all of them valid as zero.
+        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        attribute.id =
+            sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attribute.value.programmaticStreamSerializationAllowed = 1;
+        let (x, y, z) = grid.blocks;
+        let config = sys::CUlaunchConfig {
+            gridDimX: x as u32,
+            gridDimY: y as u32,
+            gridDimZ: z as u32,
+            blockDimX: grid.threads.0,
+            blockDimY: grid.threads.1,
+            blockDimZ: 1,
+            sharedMemBytes: grid.shared,
+            hStream: stream,
+            attrs: &mut attribute,
+            numAttrs: 1,
+        };
+        cuda!(cuLaunchKernelEx(&config, function, pointers.as_mut_ptr(), ptr::null_mut()))
     }
 
     /// As [`Kernels::launch`], with pointers to the arguments themselves.
@@ -121,10 +186,7 @@ impl Kernels {
             return Err(CudaError::Unsupported { op: name.to_owned(), what });
         }
         let function = self.function(family, name)?;
-        if grid.shared > 48 * 1024 {
-            let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            cuda!(cuFuncSetAttribute(function, attribute, grid.shared as c_int))?;
-        }
+        self.allow_shared(function, grid.shared)?;
         cuda!(cuLaunchKernel(
             function,
             x as u32,
@@ -138,6 +200,15 @@ impl Kernels {
             pointers.as_mut_ptr(),
             ptr::null_mut(),
         ))
+    }
+
+    /// Dynamic shared memory above 48 KiB must be asked for.
+    fn allow_shared(&self, function: sys::CUfunction, bytes: u32) -> Result<(), CudaError> {
+        if bytes <= 48 * 1024 {
+            return Ok(());
+        }
+        let attribute = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        cuda!(cuFuncSetAttribute(function, attribute, bytes as c_int))
     }
 
     pub fn function(&self, family: &'static str, name: &str) -> Result<sys::CUfunction, CudaError> {

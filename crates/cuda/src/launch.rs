@@ -9,8 +9,8 @@ use crate::driver::{Context, cuda};
 use crate::error::CudaError;
 use crate::kernels::{Arg, Grid, Kernels, suffix, width};
 use crate::products::{Operands, Product, Products};
-use crate::target::{bias_spans, head_norm_blocks, norm_blocks};
-use crate::{attention, optimizer, optimizer8bit, quantized};
+use crate::target::{ARGMAX_SPANS, PRODUCT_WORKSPACE, bias_spans, head_norm_blocks, norm_blocks};
+use crate::{attention, decode, optimizer, optimizer8bit, quantized};
 
 /// Puts the ops of one program on a stream.
 pub(crate) struct Launcher<'a> {
@@ -72,7 +72,7 @@ impl Launcher<'_> {
         Arg::Ptr(self.at(tensor))
     }
 
-    fn view(&self, view: &View) -> u64 {
+    pub fn view(&self, view: &View) -> u64 {
         self.at(view.tensor) + (view.first() * self.dtype(view.tensor).bytes()) as u64
     }
 
@@ -93,6 +93,17 @@ impl Launcher<'_> {
         self.kernels.launch((family, name), self.stream, grid, args)
     }
 
+    /// As [`Launcher::launch`], for a kernel that waits itself for the one before it.
+    fn launch_waiting(
+        &self,
+        family: &'static str,
+        name: &str,
+        grid: Grid,
+        args: &[Arg],
+    ) -> Result<(), CudaError> {
+        self.kernels.launch_waiting((family, name), self.stream, grid, args)
+    }
+
     /// Launches op `at` and whatever behind it (before `end`) shares its launch;
     /// returns the first op that it did not.
     pub fn run(&self, at: usize, end: usize) -> Result<usize, CudaError> {
@@ -104,6 +115,12 @@ impl Launcher<'_> {
         if matches!(op.kind, OpKind::AdamW8bit { .. }) {
             return Ok(at + optimizer8bit::updates(self, &self.program.ops[at..end])?);
         }
+        if let Some(next) = decode::fused(self, at, end)? {
+            return Ok(next);
+        }
+        if attention::fused(self, at, end)? {
+            return Ok(at + 2);
+        }
         self.op(op)?;
         Ok(at + 1)
     }
@@ -111,9 +128,19 @@ impl Launcher<'_> {
     fn op(&self, op: &Op) -> Result<(), CudaError> {
         let workspace = op.workspace.map_or(0, |w| self.at(w));
         match &op.kind {
+            OpKind::Linear { .. } | OpKind::LinearQuantized { .. }
+                if decode::takes(self.program, &op.kind) =>
+            {
+                decode::run(self, &op.kind)
+            }
             OpKind::Linear { .. }
+            | OpKind::LinearQuantized { .. }
             | OpKind::LinearBackwardInput { .. }
             | OpKind::LinearBackwardWeight { .. } => {
+                if let OpKind::LinearQuantized { x, w, .. } = &op.kind {
+                    let to = workspace + PRODUCT_WORKSPACE;
+                    quantized::dequantize(self, w, self.dtype(x.tensor), to)?;
+                }
                 let (product, operands) = self.product(op).expect("a product");
                 self.products.run(&product, &operands, self.stream)
             }
@@ -246,17 +273,17 @@ impl Launcher<'_> {
                 let (rows, n) = (self.rows(*d_y), self.cols(*d_y));
                 let (span, spans) = bias_spans(rows);
                 let args = [self.ptr(*d_y), Arg::Ptr(workspace), int(rows), int(n), int(span)];
-                let blocks = (n.div_ceil(256) as u64, spans as u64, 1);
-                let grid = Grid { blocks, threads: (256, 1), shared: 0 };
-                let name = format!("sum_rows_{}", suffix(self.dtype(*d_y)));
-                self.launch("reduce", &name, grid, &args)?;
+                let (name, width) = self.vectors(self.dtype(*d_y), &[n]);
+                let threads = n.div_ceil(width).next_multiple_of(32).min(256);
+                let blocks = (n.div_ceil(threads * width) as u64, spans as u64, 1);
+                let grid = Grid { blocks, threads: (threads as u32, 1), shared: 0 };
+                self.launch("reduce", &format!("sum_rows_{name}"), grid, &args)?;
                 self.sum_partials(workspace, *d_bias, spans, *accumulate)
             }
-            OpKind::Dequantize { w, out } => quantized::dequantize(self, w, *out),
-            OpKind::LinearQuantized { .. } => {
-                let what = "a product with a matrix in four bits".to_owned();
-                Err(CudaError::Unsupported { op: self.op_name(), what })
+            OpKind::Dequantize { w, out } => {
+                quantized::dequantize(self, w, self.dtype(*out), self.at(*out))
             }
+            OpKind::Argmax { x, out } => self.argmax(*x, *out, workspace),
             OpKind::Dropout { x, out, step, probability, stream, accumulate } => {
                 let t = self.program.tensor(*x);
                 let args = [
@@ -390,6 +417,17 @@ impl Launcher<'_> {
         }
     }
 
+    /// out (R) = the column of the largest element of each row of x.
+    fn argmax(&self, x: TensorId, out: TensorId, workspace: u64) -> Result<(), CudaError> {
+        let (rows, columns) = (self.rows(x), self.cols(x));
+        let span = columns.div_ceil(ARGMAX_SPANS);
+        let grid = Grid { blocks: (ARGMAX_SPANS as u64, rows as u64, 1), ..Grid::line(1, 256) };
+        let args = [self.ptr(x), Arg::Ptr(workspace), int(columns), int(span)];
+        self.launch_waiting("argmax", "argmax_spans", grid, &args)?;
+        let args = [Arg::Ptr(workspace), self.ptr(out), int(ARGMAX_SPANS)];
+        self.launch_waiting("argmax", "argmax_rows", Grid::line(rows, 256), &args)
+    }
+
     fn swiglu(&self, kernel: &str, gate_up: TensorId, act: TensorId) -> Result<(), CudaError> {
         let (rows, columns) = (self.rows(act), self.cols(act));
         let (name, n) = self.vectors(self.dtype(act), &[columns]);
@@ -416,31 +454,43 @@ impl Launcher<'_> {
     /// The matrix product of an op, as cuBLASLt sees it: column-major, so that every
     /// row-major matrix is its own transpose.
     pub fn product(&self, op: &Op) -> Option<(Product, Operands)> {
-        let (workspace, workspace_bytes) =
-            op.workspace.map_or((0, 0), |w| (self.at(w), self.program.tensor(w).bytes()));
+        if decode::takes(self.program, &op.kind) {
+            return None;
+        }
+        let workspace = op.workspace.map_or(0, |w| self.at(w));
+        let workspace_bytes = if workspace > 0 { PRODUCT_WORKSPACE } else { 0 };
+        let mut multiplied_out = None;
         let (a, b, d, sizes, transposed, bias, add, scale) = match &op.kind {
+            // The same, of the matrix that lies in the workspace then.
+            OpKind::LinearQuantized { x, w, bias, add, y } => {
+                multiplied_out = Some(workspace + PRODUCT_WORKSPACE);
+                let View { tensor, .. } = *x;
+                let (rows, cols) = (w.rows, w.cols);
+                let w = View { tensor, row: 0, col: 0, rows, cols, stride: cols };
+                (w, *x, *y, (y.cols, y.rows, x.cols), (true, false), *bias, *add, 1.0)
+            }
             // y^T (N, M) = w (N, K) x^T (K, M)
             OpKind::Linear { x, w, bias, add, y, scale } => {
-                (w, x, y, (y.cols, y.rows, x.cols), (true, false), *bias, add.as_ref(), *scale)
+                (*w, *x, *y, (y.cols, y.rows, x.cols), (true, false), *bias, *add, *scale)
             }
             // d_x^T (K, M) = w^T (K, N) d_y^T (N, M)
             OpKind::LinearBackwardInput { d_y, w, d_x, accumulate, scale } => {
-                let add = accumulate.then_some(d_x);
-                (w, d_y, d_x, (d_x.cols, d_x.rows, d_y.cols), (false, false), None, add, *scale)
+                let add = accumulate.then_some(*d_x);
+                (*w, *d_y, *d_x, (d_x.cols, d_x.rows, d_y.cols), (false, false), None, add, *scale)
             }
             // d_w^T (K, N) = x^T (K, M) d_y (M, N)
             OpKind::LinearBackwardWeight { d_y, x, d_w, accumulate } => {
-                let add = accumulate.then_some(d_w);
-                (x, d_y, d_w, (d_w.cols, d_w.rows, x.rows), (false, true), None, add, 1.0)
+                let add = accumulate.then_some(*d_w);
+                (*x, *d_y, *d_w, (d_w.cols, d_w.rows, x.rows), (false, true), None, add, 1.0)
             }
             _ => return None,
         };
         let c = add.unwrap_or(d);
         let operands = Operands {
-            a: self.view(a),
-            b: self.view(b),
-            c: self.view(c),
-            d: self.view(d),
+            a: multiplied_out.unwrap_or_else(|| self.view(&a)),
+            b: self.view(&b),
+            c: self.view(&c),
+            d: self.view(&d),
             bias: bias.map_or(0, |b| self.at(b)),
             scale,
             workspace,

@@ -5,10 +5,11 @@
 //! of a program becomes one CUDA graph at its first run and is replayed after
 //! that: no allocation, no synchronization and no host work inside a step. Read
 //! `launch` for the list of ops and what they launch, `products` for matrix
-//! products, `attention` for the choice of attention kernels, and `kernels/*.cu`
+//! products, `decode` for those of few rows and what shares their launch, `attention` for the choice of attention kernels, and `kernels/*.cu`
 //! for the kernels, one file a family.
 
 mod attention;
+mod decode;
 mod device;
 mod driver;
 mod error;

@@ -9,7 +9,7 @@ use crate::optimizer::argument;
 
 /// Tensors, and elements of one block, of a launch.
 const TENSORS: usize = 48;
-const CHUNK: usize = 8192;
+const CHUNK: usize = 32768;
 
 /// Mirrors `Update8bitTable` of optimizer8bit.cu.
 #[repr(C)]

@@ -78,9 +78,9 @@ const CANDIDATES: usize = 16;
 /// FLOP from which on a product is long enough to heat a chip.
 const POWER_LIMITED: f64 = 5e10;
 /// How many of the best run on, and for how long (before and while the clock runs).
-const FINALISTS: usize = 5;
-const SETTLING_MS: f32 = 50.0;
-const SUSTAINED_MS: f32 = 80.0;
+const FINALISTS: usize = 4;
+const SETTLING_MS: f32 = 30.0;
+const SUSTAINED_MS: f32 = 50.0;
 
 /// A handle, the plans made so far, and the measured choices.
 pub(crate) struct Products {

@@ -3,7 +3,8 @@
 use std::ffi::c_void;
 use std::ptr;
 
-use plimsoll_program::{Codebook, QuantizedMatrix, QuantizedPart, TensorId};
+use plimsoll_arch::DType;
+use plimsoll_program::{Codebook, QuantizedMatrix, QuantizedPart};
 
 use crate::error::CudaError;
 use crate::kernels::{Grid, suffix};
@@ -41,15 +42,14 @@ fn argument<T>(value: &T) -> *mut c_void {
 /// Elements of one block of threads.
 const CHUNK: usize = 8192;
 
-/// out (N, K) = every part of a matrix, multiplied out.
+/// (N, K) at address `to` = every part of a matrix, multiplied out.
 pub(crate) fn dequantize(
     l: &Launcher,
     w: &QuantizedMatrix,
-    out: TensorId,
+    dtype: DType,
+    mut to: u64,
 ) -> Result<(), CudaError> {
-    let dtype = l.dtype(out);
     let name = format!("dequantize_{}", suffix(dtype));
-    let mut to = l.at(out);
     for part in &w.parts {
         let table = PartArgument::new(l, w.codebook, part, w.cols);
         let elements = part.rows * w.cols;

@@ -3,7 +3,7 @@
 
 use plimsoll_program::{OpKind, Program, Target};
 
-use crate::{attention, optimizer};
+use crate::{attention, decode, optimizer};
 
 /// Scratch memory of the CUDA kernels.
 #[derive(Clone, Copy, Debug, Default)]
@@ -11,6 +11,9 @@ pub struct CudaTarget;
 
 /// What cuBLASLt may use for one product: NVIDIA's recommendation for Hopper.
 pub(crate) const PRODUCT_WORKSPACE: u64 = 32 << 20;
+
+/// Blocks that share a row of an argmax.
+pub(crate) const ARGMAX_SPANS: usize = 32;
 
 /// Rows that a block of a norm's backward takes at least, and about how many
 /// floats all partial sums are together: narrow rows need many blocks to fill a chip.
@@ -30,7 +33,7 @@ pub(crate) fn head_norm_blocks(rows: usize) -> usize {
 
 /// Rows of one partial sum of a bias' gradient, and how many there are.
 pub(crate) fn bias_spans(rows: usize) -> (usize, usize) {
-    let span = rows.div_ceil(128).max(16);
+    let span = rows.div_ceil(512).max(16);
     (span, rows.div_ceil(span))
 }
 
@@ -40,6 +43,16 @@ impl Target for CudaTarget {
         let cols = |t| program.tensor(t).cols();
         let floats = |n: usize| 4 * n as u64;
         match op {
+            OpKind::Linear { .. } | OpKind::LinearQuantized { .. }
+                if decode::takes(program, op) =>
+            {
+                0
+            }
+            // The matrix itself lies behind what the product needs.
+            OpKind::LinearQuantized { x, w, .. } => {
+                let bytes = program.tensor(x.tensor).dtype.bytes();
+                PRODUCT_WORKSPACE + (w.rows * w.cols * bytes) as u64
+            }
             OpKind::Linear { .. }
             | OpKind::LinearBackwardInput { .. }
             | OpKind::LinearBackwardWeight { .. } => PRODUCT_WORKSPACE,
@@ -55,9 +68,10 @@ impl Target for CudaTarget {
                 8 * optimizer::square_blocks(elements) as u64
             }
             OpKind::AttentionBackward { shape, .. } => attention::backward_workspace(shape),
-            OpKind::AttentionCached { shape, capacity, .. } => {
-                attention::cached_workspace(shape, *capacity)
+            OpKind::AttentionCached { qkv, shape, capacity, .. } => {
+                attention::cached_workspace(shape, *capacity, program.tensor(*qkv).dtype)
             }
+            OpKind::Argmax { x, .. } => 8 * (rows(*x) * ARGMAX_SPANS) as u64,
             _ => 0,
         }
     }

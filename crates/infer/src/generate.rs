@@ -2,12 +2,15 @@
 
 use plimsoll_arch::Architecture;
 use plimsoll_plan::{Device, DeviceError, Layout, LayoutError, lay_out_together};
-use plimsoll_program::{Program, Recipe, RecipeError, Target, build};
+use plimsoll_program::{Program, Recipe, RecipeError, Target, TensorId, build};
 
 use crate::{Sampler, SamplerError};
 
 /// Most prompt tokens in one run of the prefill program.
 const PREFILL_TOKENS: usize = 256;
+
+/// Most bytes of inputs that go up in one piece.
+const MOST_TOGETHER: u64 = 1 << 16;
 
 /// The programs of a generation and their common slab.
 pub struct InferPlan {
@@ -102,9 +105,54 @@ pub struct Generator<'a> {
     plan: &'a InferPlan,
     device: &'a mut dyn Device,
     target: &'a dyn Target,
+    places: Places,
     /// Tokens whose keys and values are in the cache.
     cached: Vec<u32>,
     logits: Vec<f32>,
+    /// Whether `logits` are those of the last run.
+    fetched: bool,
+}
+
+/// Offsets of what goes up and down at each run; the same in all programs of a plan.
+struct Places {
+    ids: u64,
+    positions: u64,
+    start: u64,
+    last_rows: u64,
+    logits: u64,
+    next: u64,
+    /// Nothing that matters lies between the inputs.
+    together: bool,
+}
+
+impl Places {
+    fn new((program, layout): &(Program, Layout)) -> Places {
+        let find = |name| program.find(name).expect("every inference program has these");
+        let at = |name| layout.offset(find(name));
+        let names = ["ids", "positions", "start", "last_rows"];
+        let inputs = names.map(find);
+        let first = names.map(at).into_iter().min().unwrap_or(0);
+        let end = |t: &TensorId| layout.offset(*t) + program.tensor(*t).bytes();
+        let end = inputs.iter().map(end).max().unwrap_or(0);
+        let mut together = end - first <= MOST_TOGETHER;
+        for op in &program.ops {
+            op.for_each_tensor(|t, _| {
+                let offset = layout.offset(t);
+                let between = offset < end && offset + program.tensor(t).bytes() > first;
+                together &= !between || inputs.contains(&t);
+            });
+        }
+        let [ids, positions, start, last_rows] = names.map(at);
+        Places {
+            ids,
+            positions,
+            start,
+            last_rows,
+            logits: at("logits"),
+            next: at("next"),
+            together,
+        }
+    }
 }
 
 impl<'a> Generator<'a> {
@@ -115,7 +163,8 @@ impl<'a> Generator<'a> {
         target: &'a dyn Target,
     ) -> Generator<'a> {
         let logits = vec![0.0; plan.arch.vocab_size];
-        Generator { plan, device, target, cached: Vec::new(), logits }
+        let places = Places::new(&plan.prefill);
+        Generator { plan, device, target, places, cached: Vec::new(), logits, fetched: false }
     }
 
     /// Continues `prompt` by up to `max_new_tokens`, calling `on_token` with
@@ -155,7 +204,11 @@ impl<'a> Generator<'a> {
         let mut ids = prompt.to_vec();
         let mut stop = StopReason::Length;
         for n in 0..max_new_tokens {
-            let next = sampler.next(&self.logits, &ids);
+            let next = if sampler.is_greedy() {
+                self.likeliest()?
+            } else {
+                sampler.next(self.logits()?, &ids)
+            };
             ids.push(next);
             if !on_token(next) {
                 stop = StopReason::Callback;
@@ -179,8 +232,29 @@ impl<'a> Generator<'a> {
     }
 
     /// Logits (V) after the last token that was run.
-    pub fn logits(&self) -> &[f32] {
-        &self.logits
+    ///
+    /// # Errors
+    /// The device's own.
+    pub fn logits(&mut self) -> Result<&[f32], DeviceError> {
+        if !self.fetched {
+            let logits = &mut self.logits;
+            self.device.download(self.places.logits, logits.len() * 4, &mut |bytes| {
+                logits.copy_from_slice(bytemuck::cast_slice(bytes));
+                Ok(())
+            })?;
+            self.fetched = true;
+        }
+        Ok(&self.logits)
+    }
+
+    /// The token of the largest of them, which the device has found.
+    fn likeliest(&mut self) -> Result<u32, DeviceError> {
+        let mut next = 0;
+        self.device.download(self.places.next, 4, &mut |bytes| {
+            next = bytemuck::pod_read_unaligned::<i32>(bytes) as u32;
+            Ok(())
+        })?;
+        Ok(next)
     }
 
     fn prefill(&mut self, prompt: &[u32]) -> Result<(), GenerateError> {
@@ -210,42 +284,42 @@ impl<'a> Generator<'a> {
         self.run(&plan.decode, &[token])
     }
 
-    /// Runs some tokens after those in the cache and fetches the last logits.
+    /// Runs some tokens after those in the cache; nothing waits for them yet.
     fn run(&mut self, program: &(Program, Layout), tokens: &[u32]) -> Result<(), GenerateError> {
-        let (program, layout) = program;
-        let start = self.cached.len() as i32;
-        let position = |i: usize| start + i as i32;
-        self.write(program, layout, "ids", tokens.len(), |i| tokens[i] as i32)?;
-        self.write(program, layout, "positions", tokens.len(), position)?;
-        self.write(program, layout, "start", 1, |_| start)?;
-        self.write(program, layout, "last_rows", 1, |_| tokens.len() as i32 - 1)?;
-        self.device.run(program, layout, 0)?;
+        self.upload_inputs(tokens)?;
+        self.device.run(&program.0, &program.1, 0)?;
         self.cached.extend_from_slice(tokens);
-        let id = program.find("logits").expect("an inference program ends in logits");
-        let len = self.logits.len() * 4;
-        let logits = &mut self.logits;
-        self.device.download(layout.offset(id), len, &mut |bytes| {
-            logits.copy_from_slice(bytemuck::cast_slice(bytes));
-            Ok(())
-        })?;
+        self.fetched = false;
         Ok(())
     }
 
-    fn write(
-        &mut self,
-        program: &Program,
-        layout: &Layout,
-        name: &str,
-        len: usize,
-        value: impl Fn(usize) -> i32,
-    ) -> Result<(), DeviceError> {
-        let id = program.find(name).expect("every program has the inputs");
-        self.device.upload(layout.offset(id), len * 4, &mut |bytes| {
-            let out: &mut [i32] = bytemuck::cast_slice_mut(bytes);
-            for (i, x) in out.iter_mut().enumerate() {
-                *x = value(i);
-            }
-            Ok(())
-        })
+    /// The inputs of a run, in one copy where their places allow it.
+    fn upload_inputs(&mut self, tokens: &[u32]) -> Result<(), DeviceError> {
+        let start = self.cached.len() as i32;
+        let ids: Vec<i32> = tokens.iter().map(|t| *t as i32).collect();
+        let positions: Vec<i32> = (start..).take(tokens.len()).collect();
+        let p = &self.places;
+        let pieces: [(u64, &[i32]); 4] = [
+            (p.ids, &ids),
+            (p.positions, &positions),
+            (p.start, &[start]),
+            (p.last_rows, &[tokens.len() as i32 - 1]),
+        ];
+        let mut write = |pieces: &[(u64, &[i32])]| {
+            let first = pieces.iter().map(|(at, _)| *at).min().unwrap_or(0);
+            let end = pieces.iter().map(|(at, v)| at + 4 * v.len() as u64).max().unwrap_or(first);
+            self.device.upload(first, (end - first) as usize, &mut |bytes| {
+                for (at, values) in pieces {
+                    let at = (at - first) as usize;
+                    let values = bytemuck::cast_slice(values);
+                    bytes[at..at + values.len()].copy_from_slice(values);
+                }
+                Ok(())
+            })
+        };
+        if p.together {
+            return write(&pieces);
+        }
+        pieces.iter().try_for_each(|piece| write(std::slice::from_ref(piece)))
     }
 }

@@ -65,12 +65,17 @@ impl Sampler {
         Ok(Sampler { sampling, state, candidates: Vec::new() })
     }
 
+    /// Whether the next token is the one of the largest logit, whatever came before.
+    pub fn is_greedy(&self) -> bool {
+        self.sampling.temperature == 0.0 && self.sampling.repetition_penalty == 1.0
+    }
+
     /// The next token after `seen`, from its logits (V).
     pub fn next(&mut self, logits: &[f32], seen: &[u32]) -> u32 {
-        let s = &self.sampling;
-        if s.temperature == 0.0 && s.repetition_penalty == 1.0 {
+        if self.is_greedy() {
             return argmax(logits.iter().copied().zip(0..));
         }
+        let s = &self.sampling;
         self.candidates.clear();
         self.candidates.extend(logits.iter().copied().zip(0..));
         if s.repetition_penalty != 1.0 {

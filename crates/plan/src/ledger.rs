@@ -48,12 +48,41 @@ pub struct PlanReport {
     pub bottleneck: &'static str,
     /// The device that the seconds are for.
     pub device: String,
+    /// Where its figures come from.
+    pub device_source: String,
+    /// What the step costs, where a price is known.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub cost: Option<Cost>,
     pub fragmentation: f64,
     pub tensors: usize,
     pub ops: usize,
     /// The largest tensors alive at the peak, largest first.
     pub largest: Vec<Live>,
     pub recipe: Value,
+}
+
+/// Money, in US dollars.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Cost {
+    pub price_usd_per_hour: f64,
+    /// The user's word for it, or which default it is.
+    pub price_source: String,
+    pub usd_per_step: f64,
+    pub usd_per_million_tokens: f64,
+}
+
+impl PlanReport {
+    /// Adds what a step costs at a price.
+    pub fn with_price(mut self, usd_per_hour: f64, source: String) -> PlanReport {
+        let usd_per_second = usd_per_hour / 3600.0;
+        self.cost = Some(Cost {
+            price_usd_per_hour: usd_per_hour,
+            price_source: source,
+            usd_per_step: usd_per_second * self.step_seconds,
+            usd_per_million_tokens: 1e6 * usd_per_second / self.tokens_per_second,
+        });
+        self
+    }
 }
 
 /// Bytes of every class alive at each op of the device; the data of a timeline.
@@ -82,7 +111,7 @@ fn class_index(class: Class) -> usize {
     Class::ALL.iter().position(|c| *c == class).expect("ALL has every class")
 }
 
-/// Puts a plan into words and numbers.
+/// Puts a plan into words and numbers; `document_tokens` as in [`schedule`].
 pub fn plan_report(
     arch: &Architecture,
     recipe: &Recipe,
@@ -90,8 +119,9 @@ pub fn plan_report(
     layout: &Layout,
     device: &DeviceProfile,
     memory_bytes: Option<u64>,
+    document_tokens: Option<f64>,
 ) -> PlanReport {
-    let schedule = schedule(program, recipe.precision, device);
+    let schedule = schedule(program, device, document_tokens);
     let mut by_class: BTreeMap<Class, u64> = BTreeMap::new();
     let mut largest: Vec<Live> = Vec::new();
     for (tensor, life) in program.tensors.iter().zip(&layout.lifetimes) {
@@ -132,6 +162,8 @@ pub fn plan_report(
         flops_per_step: program.flops(),
         bottleneck: schedule.bottleneck,
         device: device.name.clone(),
+        device_source: device.source.clone(),
+        cost: None,
         fragmentation: layout.fragmentation(),
         tensors: program.tensors.len(),
         ops: program.ops.len(),

@@ -1,16 +1,29 @@
 //! From a program to addresses and seconds: lifetimes, the layout of the slab,
 //! the simulated lanes, and the ledger that says where the bytes are.
+//!
+//! Seconds come from a [`DeviceProfile`]: measured by `plimsoll calibrate`,
+//! shipped (H200), scaled by a data sheet, or guessed.
 
 mod catalogue;
+mod cost;
 mod device;
+mod guess;
+mod interpolate;
 mod layout;
 mod ledger;
 mod lifetime;
+mod profile;
 mod schedule;
 
-pub use catalogue::{DeviceProfile, cpu_profile, gpu, gpu_names};
+pub use catalogue::{Gpu, Price, closest_gpu, gpu, gpu_names, h200_profile};
+pub use cost::stream_family;
 pub use device::{Device, DeviceError, LaunchTime, Taken};
+pub use guess::cpu_profile;
 pub use layout::{ALIGNMENT, Layout, LayoutError, Placement, lay_out, lay_out_together};
-pub use ledger::{Live, PlanReport, live_bytes, plan_report};
+pub use ledger::{Cost, Live, PlanReport, live_bytes, plan_report};
 pub use lifetime::{Lifetime, lifetimes};
+pub use profile::{
+    Attention, Check, DeviceKind, DeviceProfile, Orientation, PROFILE_FORMAT, PerType, Products,
+    ProfileError, Stream,
+};
 pub use schedule::{OpTime, Schedule, schedule};

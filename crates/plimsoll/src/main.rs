@@ -12,6 +12,7 @@ mod interrupt;
 mod measuring;
 mod model_source;
 mod planning;
+mod profiles;
 mod recipe_args;
 mod units;
 mod weights;
@@ -52,6 +53,8 @@ enum Command {
     Bench(Box<commands::bench::BenchArgs>),
     /// Charts, fits and conclusions from the points of sweeps.
     Report(commands::report::ReportArgs),
+    /// Measure this machine's GPU or CPU, for planned seconds that hold here.
+    Calibrate(commands::calibrate::CalibrateArgs),
     /// One point of a sweep, in a process of its own.
     #[command(hide = true)]
     Point(Box<commands::point::PointArgs>),
@@ -85,6 +88,7 @@ fn main() -> ExitCode {
         Command::Sweep(args) => commands::sweep::run(args),
         Command::Bench(args) => commands::bench::run(args),
         Command::Report(args) => commands::report::run(args),
+        Command::Calibrate(args) => commands::calibrate::run(args),
         Command::Point(args) => commands::point::run(args),
     };
     match outcome {

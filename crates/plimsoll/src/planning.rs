@@ -1,20 +1,20 @@
-//! Plans as the commands need them: for a GPU by name or for this machine's
-//! CPU, with the recompute level chosen, and with advice where nothing fits.
+//! Plans as the commands need them: for a GPU by name, for a profile, or for a
+//! device of this machine, with the recompute level chosen, and with advice where nothing fits.
+
+use std::path::Path;
 
 use plimsoll_arch::Architecture;
 use plimsoll_cpu::CpuTarget;
 use plimsoll_cuda::{CudaTarget, device_info};
 use plimsoll_infer::InferPlan;
-use plimsoll_plan::{
-    DeviceProfile, Layout, PlanReport, cpu_profile, gpu, gpu_names, live_bytes, plan_report,
-};
+use plimsoll_plan::{DeviceKind, DeviceProfile, Layout, PlanReport, live_bytes, plan_report};
 use plimsoll_program::{Class, Method, Program, Recipe, Recompute, RecomputePlan, Target};
 use plimsoll_report::{Timeline, TimelineOp};
 use plimsoll_train::TrainPlan;
 
 use crate::devices::DeviceArg;
 use crate::exit::Stop;
-use crate::units;
+use crate::{profiles, units};
 
 /// The device that a plan is for.
 pub struct Planner {
@@ -22,20 +22,37 @@ pub struct Planner {
     pub target: Box<dyn Target>,
     /// Memory that the plan must fit in, where one was given.
     pub memory: Option<u64>,
+    /// Length of the documents of a row, as in [`plimsoll_plan::schedule`].
+    pub document_tokens: Option<f64>,
 }
 
 impl Planner {
-    /// A GPU of the catalogue, with its own memory or less.
+    /// A GPU of the catalogue, one that was calibrated, or the one that is here;
+    /// with its own memory or less.
     ///
     /// # Errors
-    /// The catalogue does not know it.
+    /// Nobody knows it.
     pub fn gpu(name: &str, memory: Option<u64>) -> Result<Planner, Stop> {
-        let device = gpu(name).ok_or_else(|| {
-            let known = gpu_names().join(", ");
-            Stop::Input(format!("GPU `{name}` is not in the catalogue; it knows {known}"))
-        })?;
+        Ok(Planner::of(profiles::named_gpu(name)?, memory))
+    }
+
+    /// The device of a profile, with its own memory or less.
+    ///
+    /// # Errors
+    /// The file is no profile.
+    pub fn profile(path: &Path, memory: Option<u64>) -> Result<Planner, Stop> {
+        Ok(Planner::of(DeviceProfile::read(path).map_err(Stop::input)?, memory))
+    }
+
+    fn of(device: DeviceProfile, memory: Option<u64>) -> Planner {
         let memory = Some(memory.unwrap_or(device.memory_bytes));
-        Ok(Planner { device, target: Box::new(CudaTarget), memory })
+        let target: Box<dyn Target> = match device.kind {
+            DeviceKind::Cuda => Box::new(CudaTarget),
+            DeviceKind::Cpu => {
+                Box::new(CpuTarget { threads: device.threads.unwrap_or_else(crate::threads) })
+            }
+        };
+        Planner { device, target, memory, document_tokens: None }
     }
 
     /// The device that a command runs on, with all its memory or less.
@@ -46,26 +63,25 @@ impl Planner {
         let own = device.memory_bytes()?;
         let memory = Some(memory.unwrap_or(own));
         match device {
-            DeviceArg::Cpu => Ok(Planner::cpu(crate::threads(), memory)),
+            DeviceArg::Cpu => Planner::cpu(crate::threads(), memory),
             DeviceArg::Cuda => {
-                let name = device_info(0).map_err(Stop::input)?.name;
-                // A GPU that is not in the catalogue: its own memory, an H200's rates.
-                let known = gpu(&name).or_else(|| gpu("h200"));
-                let profile = known.ok_or_else(|| Stop::Failed("no GPU profile".into()))?;
-                let profile = DeviceProfile { name, memory_bytes: own, ..profile };
-                Ok(Planner { device: profile, target: device.target(), memory })
+                let info = device_info(0).map_err(Stop::input)?;
+                let profile = profiles::present_gpu(&info)?;
+                let profile = DeviceProfile { name: info.name, memory_bytes: own, ..profile };
+                let target = device.target();
+                Ok(Planner { device: profile, target, memory, document_tokens: None })
             }
         }
     }
 
     /// This machine's CPU.
-    pub fn cpu(threads: usize, memory: Option<u64>) -> Planner {
-        let machine = plimsoll_measure::machine_memory_limit().unwrap_or(0);
-        Planner {
-            device: cpu_profile(threads, machine),
-            target: Box::new(CpuTarget { threads }),
-            memory,
-        }
+    ///
+    /// # Errors
+    /// Its profile in the user's folder is none.
+    pub fn cpu(threads: usize, memory: Option<u64>) -> Result<Planner, Stop> {
+        let device = profiles::cpu(threads)?;
+        let target = Box::new(CpuTarget { threads });
+        Ok(Planner { device, target, memory, document_tokens: None })
     }
 
     /// The plan of a recipe.
@@ -82,7 +98,8 @@ impl Planner {
                 InferPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?.decode
             }
         };
-        let report = plan_report(arch, recipe, &program, &layout, &self.device, self.memory);
+        let (memory, documents) = (self.memory, self.document_tokens);
+        let report = plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
         Ok(Planned { program, layout, report })
     }
 

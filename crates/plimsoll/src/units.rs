@@ -43,6 +43,15 @@ pub fn seconds(s: f64) -> String {
     }
 }
 
+/// Three significant digits of a number that may be small: `0.000612`.
+pub fn small(x: f64) -> String {
+    if x == 0.0 || !x.is_finite() {
+        return format!("{x:.2}");
+    }
+    let digits = (2.0 - x.abs().log10().floor()).clamp(0.0, 12.0) as usize;
+    format!("{x:.digits$}")
+}
+
 /// Bytes from `80GiB`, `24 GB`, `512MiB` or a plain number.
 ///
 /// # Errors
@@ -79,6 +88,14 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn small_numbers_keep_three_digits() {
+        assert_eq!(small(0.000_612_34), "0.000612");
+        assert_eq!(small(1.5), "1.50");
+        assert_eq!(small(0.0), "0.00");
+        assert_eq!(small(1234.5), "1234");
+    }
 
     #[test]
     fn sizes_with_units() {

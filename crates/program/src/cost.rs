@@ -53,6 +53,7 @@ impl Program {
             OpKind::SwiGluBackward { d_act, .. } => plain(10.0 * elements(*d_act)),
             OpKind::CrossEntropy { logits, .. } => plain(5.0 * elements(*logits)),
             OpKind::BiasBackward { d_y, .. } => plain(elements(*d_y)),
+            OpKind::Argmax { x, .. } => plain(elements(*x)),
             OpKind::EmbedBackward { d_x, .. } => plain(elements(*d_x)),
             OpKind::SumLosses { losses, .. } => plain(elements(*losses)),
             OpKind::GradNorm { grads, .. } => plain(grads.iter().map(|g| 2.0 * elements(*g)).sum()),

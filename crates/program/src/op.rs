@@ -169,6 +169,9 @@ pub enum OpKind {
     SumLosses { losses: TensorId, step: TensorId, total: TensorId, accumulate: bool },
     /// out (R, C) = the rows of x named by rows (R).
     GatherRows { x: TensorId, rows: TensorId, out: TensorId },
+    /// out (R) i32 = the column of the largest element of each row of x (R, V) f32: the
+    /// first of several; NaN is passed over.
+    Argmax { x: TensorId, out: TensorId },
     /// norm (2) f32 = the global L2 norm of all gradients, and the factor that
     /// brings it to at most `max_norm` (torch 2.11 `clip_grad_norm_`).
     GradNorm { grads: Vec<TensorId>, norm: TensorId, max_norm: Option<f32> },
@@ -394,6 +397,10 @@ impl OpKind {
                 f(*step, Read);
                 f(*total, sum(*accumulate));
             }
+            OpKind::Argmax { x, out } => {
+                f(*x, Read);
+                f(*out, Write);
+            }
             OpKind::GatherRows { x, rows, out } => {
                 f(*x, Read);
                 f(*rows, Read);
@@ -473,6 +480,7 @@ impl OpKind {
             OpKind::CrossEntropy { .. } => "cross_entropy",
             OpKind::SumLosses { .. } => "sum_losses",
             OpKind::GatherRows { .. } => "gather_rows",
+            OpKind::Argmax { .. } => "argmax",
             OpKind::GradNorm { .. } => "grad_norm",
             OpKind::AdamW { .. } => "adamw",
             OpKind::AdamW8bit { .. } => "adamw8bit",

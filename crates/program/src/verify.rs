@@ -143,6 +143,13 @@ impl Program {
                 let dims = [x.rows, x.cols, w.rows, w.cols, y.rows, y.cols];
                 Err(format!("product of {dims:?} (x rows, cols, w rows, cols, y rows, cols)"))
             }
+            OpKind::Argmax { x, out } => {
+                let (rows, out) = (self.tensor(*x).rows(), self.tensor(*out));
+                if out.elements() == rows && out.dtype == DType::I32 {
+                    return Ok(());
+                }
+                Err(format!("`{}` is {:?} {}, expected {rows} i32", out.name, out.shape, out.dtype))
+            }
             OpKind::Dropout { x, out, .. } => same(*x, *out),
             OpKind::SwiGlu { gate_up, act } | OpKind::SwiGluBackward { gate_up, d_act: act } => {
                 width(*gate_up, 2 * self.tensor(*act).cols())

@@ -138,16 +138,21 @@ impl Cells {
     /// Added to a number below 256, leaves it in sixteenths in the low bits.
     const MAGIC: f32 = (1 << 19) as f32;
 
-    /// Position of a magnitude between 0 and 1.
+    /// Positions of magnitudes between 0 and 1; any for NaN.
     #[inline(always)]
-    pub fn position(&self, x: f32) -> u32 {
-        let mut least = f32::INFINITY;
-        for (slope, offset) in self.slopes.iter().zip(&self.offsets) {
-            let y = x.mul_add(*slope, *offset);
-            least = if y < least { y } else { least };
+    pub fn positions<const N: usize>(&self, x: &[f32; N], out: &mut [u32; N]) {
+        let (slopes, offsets) = (self.slopes, self.offsets);
+        for (x, out) in x.iter().zip(out.iter_mut()) {
+            let mut least = x.mul_add(slopes[0], offsets[0]);
+            for i in 1..7 {
+                let y = x.mul_add(slopes[i], offsets[i]);
+                least = if y < least { y } else { least };
+            }
+            *out = (least.to_bits() >> 4) & 0xff;
         }
-        let candidate = (least.to_bits() >> 4) & 0xff;
-        candidate + u32::from(x > self.limits[candidate as usize])
+        for (x, out) in x.iter().zip(out) {
+            *out = out.wrapping_add(u32::from(*x > self.limits[(*out & 0xff) as usize]));
+        }
     }
 }
 
@@ -165,17 +170,23 @@ mod tests {
         all.into_iter().filter(|x| (0.0..=1.0).contains(x))
     }
 
+    fn position(cells: &Cells, x: f32) -> u32 {
+        let mut out = [0];
+        cells.positions(&[x], &mut out);
+        out[0]
+    }
+
     #[test]
     fn arithmetic_finds_the_nearest_code() {
         let (map, cells) = (DynamicMap::signed(), Cells::signed());
         for x in probes(&map.limits) {
-            let position = cells.position(x);
+            let position = position(cells, x);
             assert_eq!(map.nearest(x), 127 + position as u8, "{x:e}");
             assert_eq!(map.nearest(-x), 127 - position.min(127) as u8, "-{x:e}");
         }
         let (map, cells) = (DynamicMap::unsigned(), Cells::unsigned());
         for x in probes(&map.limits) {
-            assert_eq!(u32::from(map.nearest(x)), cells.position(x), "{x:e}");
+            assert_eq!(u32::from(map.nearest(x)), position(cells, x), "{x:e}");
         }
     }
 

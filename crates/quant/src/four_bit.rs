@@ -80,19 +80,25 @@ const FP4_LIMITS: [f32; 7] =
     [0.002_604_17, 0.085_937_5, 0.208_333_33, 0.291_666_67, 0.416_666_7, 0.583_333, 0.833_333_3];
 
 /// Which scales of eight significant bits, (128 + i) / 128 times a power of two,
-/// have a `rcp.approx.ftz.f32` one unit below the nearest float32, by bit i.
+/// have a `rcp.approx.ftz.f32` one unit below the nearest float32, by bit i; read
+/// off an H200.
 ///
 /// bitsandbytes is compiled with fast division. Scales of bf16 weights are such
 /// numbers, and FP4 has limits at 5/24, 7/24 and their doubles, which quotients of
 /// bf16 numbers meet often: there one unit decides about a code.
-const LOW_RECIPROCALS: u128 = 1 << (150 - 128);
+const LOW_RECIPROCALS: u128 = 0x8000_0000_0000_0000_0000_0000_0050_0810;
+/// Those that have it one unit above.
+const HIGH_RECIPROCALS: u128 = 0x0258_2000_0802_0006_2008_0060_0000_2040;
 
 /// One over a scale, as a GPU with fast division has it.
 #[inline(always)]
 fn reciprocal(absmax: f32) -> f32 {
     let (bits, inverse) = (absmax.to_bits(), 1.0 / absmax);
-    let low = LOW_RECIPROCALS >> ((bits >> 16) & 0x7f) & 1 == 1 && bits & 0xffff == 0;
-    f32::from_bits(inverse.to_bits() - u32::from(low))
+    if bits & 0xffff != 0 {
+        return inverse;
+    }
+    let holds = |mask: u128| (mask >> ((bits >> 16) & 0x7f) & 1) as u32;
+    f32::from_bits(inverse.to_bits() - holds(LOW_RECIPROCALS) + holds(HIGH_RECIPROCALS))
 }
 
 /// Quantizes a piece: codes for its elements and the largest magnitude of each

@@ -13,6 +13,7 @@
 // Loops over lanes and rows index several arrays at once.
 #![allow(clippy::needless_range_loop)]
 
+mod argmax;
 mod attention;
 mod dropout;
 mod elem;
@@ -29,6 +30,7 @@ mod rope;
 pub mod simd;
 mod swiglu;
 
+pub use argmax::argmax;
 pub use attention::{
     AttentionShape, MAX_HEAD_DIM, attention_backward, attention_backward_workspace,
     attention_cached, attention_cached_workspace, attention_forward, attention_forward_workspace,

@@ -62,34 +62,49 @@ simd_fn! {
         for (n, (((param, grad), (m, v)), (m_absmax, v_absmax))) in
             blocks.zip(codes).zip(scales).enumerate()
         {
+            // A tensor's last block may be shorter: the rest of these stays zero.
+            let (mut all_m, mut all_v) = ([0.0f32; STATE_BLOCK], [0.0f32; STATE_BLOCK]);
             let len = param.len();
             let (grad, m, v) = (&grad[..len], &mut m[..len], &mut v[..len]);
-            let (mut m1, mut v1) = ([0.0f32; STATE_BLOCK], [0.0f32; STATE_BLOCK]);
+            let (m1, v1) = (&mut all_m[..len], &mut all_v[..len]);
+            for i in 0..len {
+                m1[i] = signed[m[i] as usize] * *m_absmax;
+                v1[i] = unsigned[v[i] as usize] * *v_absmax;
+            }
+            let first = (n * STATE_BLOCK) as u32;
             for i in 0..len {
                 // Always fused: codes must not depend on the processor.
                 let g = grad[i].to_f32();
                 let scaled = g * grad_scale;
-                let old_m = signed[m[i] as usize] * *m_absmax;
-                let old_v = unsigned[v[i] as usize] * *v_absmax;
-                let new_m = rest1.mul_add(scaled, old_m * beta1);
-                let new_v = (rest2 * scaled).mul_add(scaled, old_v * beta2);
+                let new_m = rest1.mul_add(scaled, m1[i] * beta1);
+                let new_v = (rest2 * scaled).mul_add(scaled, v1[i] * beta2);
                 let p = param[i].to_f32();
                 let updated = step.mul_add(new_m / (new_v.sqrt() + eps), p) * decay;
                 let finite = g.abs() < f32::INFINITY;
                 m1[i] = if finite { new_m } else { 0.0 };
                 v1[i] = if finite { new_v } else { 0.0 };
-                let bits = random(seed, (n * STATE_BLOCK + i) as u32);
+                let bits = random(seed, first.wrapping_add(i as u32));
                 param[i] = P::from_f32_stochastic(if finite { updated } else { p }, bits);
             }
-            let (new_m, new_v) = (largest(&m1), largest(&v1));
+            let (new_m, new_v) = (largest(&all_m), largest(&all_v));
             (*m_absmax, *v_absmax) = (new_m, new_v);
             let (scale_m, scale_v) = (inverse(new_m), inverse(new_v));
-            for i in 0..len {
-                let position = cells_m.position((m1[i] * scale_m).abs());
+            let mut signs = [0u32; STATE_BLOCK];
+            for i in 0..STATE_BLOCK {
+                signs[i] = all_m[i].to_bits() >> 31;
+                all_m[i] = all_m[i].abs() * scale_m;
+                all_v[i] *= scale_v;
+            }
+            let mut positions = [0u32; STATE_BLOCK];
+            cells_m.positions(&all_m, &mut positions);
+            for ((m, sign), position) in m.iter_mut().zip(&signs).zip(&positions) {
                 // The sign of a moment survives rounding to zero; there is no -1.
-                let below = position.clamp(1, 127);
-                m[i] = if m1[i].is_sign_negative() { 127 - below } else { 127 + position } as u8;
-                v[i] = cells_v.position(v1[i] * scale_v) as u8;
+                let below = 127u32.wrapping_sub((*position).clamp(1, 127));
+                *m = if *sign == 1 { below } else { position.wrapping_add(127) } as u8;
+            }
+            cells_v.positions(&all_v, &mut positions);
+            for (v, position) in v.iter_mut().zip(&positions) {
+                *v = *position as u8;
             }
         }
     }

@@ -1,14 +1,17 @@
 //! Two devices side by side, and how far apart their tensors are.
 
+pub mod few_rows;
+pub mod golden;
 pub mod ops;
 pub mod steps;
+pub mod token;
 
 use std::process::ExitCode;
 
 use half::bf16;
 use plimsoll_arch::DType;
 use plimsoll_plan::{Device, Layout, lay_out};
-use plimsoll_program::{Program, TensorId};
+use plimsoll_program::{Class, Home, Op, OpKind, Program, Target, Tensor, TensorId, View};
 
 /// What was compared so far.
 #[derive(Default)]
@@ -22,7 +25,7 @@ impl Report {
     pub fn error(&mut self, what: &str, error: f64, limit: f64) {
         self.checks += 1;
         if error.is_nan() || error > limit {
-            let line = format!("FAILED {what}: {error:.3e} above {limit:.0e}");
+            let line = format!("FAILED {what}: {error:.3e} above {limit:.1e}");
             println!("{line}");
             self.failures.push(line);
         }
@@ -37,6 +40,11 @@ impl Report {
         self.failures.iter().for_each(|line| println!("{line}"));
         if self.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
+}
+
+/// Threads of the CPU's side.
+pub fn cpu_threads() -> usize {
+    std::thread::available_parallelism().map_or(4, |n| n.get()).min(8)
 }
 
 /// ||a - b|| / ||b||; the plain norm of a where b is zero.
@@ -140,4 +148,76 @@ pub fn random(seed: u64, n: usize, deviation: f32) -> Vec<f32> {
 pub fn integers(seed: u64, n: usize, limit: usize) -> Vec<f32> {
     let spread = |x: &f32| ((x.to_bits() >> 3) as usize % limit) as f32;
     random(seed, n, 1.0).iter().map(spread).collect()
+}
+
+/// The same program without products of matrices in four bits: each is multiplied out
+/// first. What the CPU takes as the truth about them.
+pub fn multiplied_out(mut program: Program, target: &dyn Target) -> Program {
+    let mut ops = Vec::with_capacity(program.ops.len());
+    for op in std::mem::take(&mut program.ops) {
+        let OpKind::LinearQuantized { x, w, bias, add, y } = op.kind else {
+            ops.push(op);
+            continue;
+        };
+        let (rows, cols) = (w.rows, w.cols);
+        let dtype = program.tensor(x.tensor).dtype;
+        let out = scratch(&mut program, "dequantized", &[rows, cols], dtype, Class::Activation);
+        let w_out = View { tensor: out, row: 0, col: 0, rows, cols, stride: cols };
+        for kind in [
+            OpKind::Dequantize { w, out },
+            OpKind::Linear { x, w: w_out, bias, add, y, scale: 1.0 },
+        ] {
+            let bytes = target.workspace_bytes(&kind, &program) as usize;
+            let workspace = (bytes > 0)
+                .then(|| scratch(&mut program, "workspace", &[bytes], DType::U8, Class::Workspace));
+            ops.push(Op { kind, phase: op.phase, workspace });
+        }
+    }
+    program.ops = ops;
+    assert_eq!(program.sections.len(), 1, "sections would have to move");
+    program.sections[0].ops = 0..program.ops.len();
+    program
+}
+
+fn scratch(
+    program: &mut Program,
+    name: &str,
+    shape: &[usize],
+    dtype: DType,
+    class: Class,
+) -> TensorId {
+    let id = TensorId::new(program.tensors.len());
+    program.tensors.push(Tensor {
+        name: format!("{name}.{}", id.index()),
+        shape: shape.to_vec(),
+        dtype,
+        class,
+        home: Home::Device,
+        resident: false,
+    });
+    id
+}
+
+/// Weights of any recipe, by their names: norms near one, scales of four-bit blocks
+/// small, everything else normal.
+pub fn random_weights<D: Device>(bench: &mut Bench<D>) {
+    for i in 0..bench.program.tensors.len() {
+        let t = &bench.program.tensors[i];
+        if t.class != Class::Weight || bench.layout.placements[i].is_none() {
+            continue;
+        }
+        let seed = t.name.bytes().fold(11u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0193));
+        let n = t.elements();
+        let near = |center: f32, by: f32| -> Vec<f32> {
+            random(seed, n, by).iter().map(|x| center + x).collect()
+        };
+        let values = match t.dtype {
+            DType::U8 => integers(seed, n, 256),
+            _ if t.name.ends_with("norm") => near(1.0, 0.1),
+            _ if t.name.ends_with("absmax") => near(0.05, 0.005),
+            _ if t.name.ends_with("offset") => vec![0.03; n],
+            _ => near(0.0, 0.03),
+        };
+        bench.write(TensorId::new(i), &values);
+    }
 }

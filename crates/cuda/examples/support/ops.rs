@@ -3,22 +3,23 @@
 use plimsoll_arch::DType::{self, Bf16, F32, I32, U8};
 use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_cuda::{CudaDevice, CudaTarget};
+use plimsoll_plan::Device;
 use plimsoll_program::{
     Access, AttentionShape, Class, Codebook, Home, Nested, Op, OpKind, Phase, Program,
     QuantizedMatrix, QuantizedPart, Section, Target, Tensor, TensorId, View,
 };
 
-use super::{Bench, Report, distance, integers, random};
+use super::{Bench, Report, distance, integers, multiplied_out, random};
 
 /// A program of one op, and what its tensors hold at the start.
 #[derive(Default)]
-struct Case {
+pub(super) struct Case {
     program: Program,
     values: Vec<Vec<f32>>,
 }
 
 impl Case {
-    fn tensor(&mut self, shape: &[usize], dtype: DType, values: Vec<f32>) -> TensorId {
+    pub fn tensor(&mut self, shape: &[usize], dtype: DType, values: Vec<f32>) -> TensorId {
         let id = TensorId::new(self.program.tensors.len());
         self.program.tensors.push(Tensor {
             name: format!("t{}", id.index()),
@@ -32,16 +33,23 @@ impl Case {
         id
     }
 
-    fn random(&mut self, shape: &[usize], dtype: DType) -> TensorId {
+    pub fn random(&mut self, shape: &[usize], dtype: DType) -> TensorId {
         let n = shape.iter().product();
         let seed = 77 + self.values.len() as u64;
         self.tensor(shape, dtype, random(seed, n, 1.0))
     }
 
     /// Poison: whatever is not written shows.
-    fn out(&mut self, shape: &[usize], dtype: DType) -> TensorId {
+    pub fn out(&mut self, shape: &[usize], dtype: DType) -> TensorId {
         let n = shape.iter().product();
         self.tensor(shape, dtype, vec![f32::NAN; n])
+    }
+
+    /// What lies between two ops, and nobody reads after them.
+    pub fn between(&mut self, shape: &[usize], dtype: DType) -> TensorId {
+        let id = self.out(shape, dtype);
+        self.program.tensors[id.index()].resident = false;
+        id
     }
 
     /// An operand that is added to, or one that is overwritten.
@@ -62,7 +70,7 @@ impl Case {
         self.tensor(&[8], F32, values)
     }
 
-    fn view(&self, tensor: TensorId) -> View {
+    pub fn view(&self, tensor: TensorId) -> View {
         let t = self.program.tensor(tensor);
         View { tensor, row: 0, col: 0, rows: t.rows(), cols: t.cols(), stride: t.cols() }
     }
@@ -90,8 +98,26 @@ impl Case {
     }
 
     /// Runs the ops on both devices and compares everything that they wrote.
-    fn compare(&self, report: &mut Report, what: &str, limit: f64, kinds: &[OpKind]) {
-        let errors = self.errors(kinds);
+    pub fn compare(&self, report: &mut Report, what: &str, limit: f64, kinds: &[OpKind]) {
+        let (errors, _) = self.run(kinds);
+        self.judge(report, what, limit, &errors);
+    }
+
+    /// As [`Case::compare`], for ops of which `launches` are to be made.
+    pub fn compare_fused(
+        &self,
+        report: &mut Report,
+        what: &str,
+        limit: f64,
+        kinds: &[OpKind],
+        launches: usize,
+    ) {
+        let (errors, found) = self.run(kinds);
+        self.judge(report, what, limit, &errors);
+        report.holds(&format!("{what}: {found} launches, not {launches}"), found == launches);
+    }
+
+    fn judge(&self, report: &mut Report, what: &str, limit: f64, errors: &[(TensorId, f64)]) {
         let worse = |a: f64, b: f64| if b.is_nan() || b > a { b } else { a };
         let worst = errors.iter().fold(0.0, |worst, (_, error)| worse(worst, *error));
         println!("{worst:9.2e}  {what}");
@@ -100,7 +126,13 @@ impl Case {
 
     /// How far apart both devices leave each tensor that the ops write.
     fn errors(&self, kinds: &[OpKind]) -> Vec<(TensorId, f64)> {
-        let cpu = self.with(kinds, &CpuTarget { threads: 4 });
+        self.run(kinds).0
+    }
+
+    /// The same, and the launches of the GPU. What lies between ops may never exist.
+    fn run(&self, kinds: &[OpKind]) -> (Vec<(TensorId, f64)>, usize) {
+        let target = CpuTarget { threads: 4 };
+        let cpu = multiplied_out(self.with(kinds, &target), &target);
         let gpu = self.with(kinds, &CudaTarget);
         let mut cpu = Bench::new(cpu, |bytes| CpuDevice::new(bytes, 4).expect("memory"));
         let mut gpu =
@@ -117,17 +149,22 @@ impl Case {
         let mut written = Vec::new();
         for kind in kinds {
             kind.for_each_operand(|t, access| {
-                if access != Access::Read && !written.contains(&t) {
+                let kept = self.program.tensor(t).resident;
+                if access != Access::Read && kept && !written.contains(&t) {
                     written.push(t);
                 }
             });
         }
-        written.into_iter().map(|t| (t, distance(&gpu.read(t), &cpu.read(t)))).collect()
+        let errors =
+            written.into_iter().map(|t| (t, distance(&gpu.read(t), &cpu.read(t)))).collect();
+        let Bench { device, program, layout } = &mut gpu;
+        let launches = device.profile(program, layout, 0).unwrap_or_else(|e| panic!("{e}"));
+        (errors, launches.len())
     }
 }
 
 /// Limit of one op: float32 sums differ in their order, bf16 in its last bit.
-fn limit(dtype: DType) -> f64 {
+pub(super) fn limit(dtype: DType) -> f64 {
     if dtype == Bf16 { 6e-3 } else { 2e-5 }
 }
 
@@ -145,8 +182,15 @@ pub fn check(report: &mut Report) {
     }
 }
 
+/// Attention alone.
+pub fn check_attention(report: &mut Report) {
+    for dtype in [F32, Bf16] {
+        attention(report, dtype);
+    }
+}
+
 fn products(report: &mut Report, dtype: DType) {
-    for (m, n, k) in [(96, 160, 64), (257, 72, 40), (1, 512, 256), (33, 130, 66)] {
+    for (m, n, k) in [(24, 40, 9000), (96, 160, 64), (257, 72, 40), (1, 512, 256), (33, 130, 66)] {
         for (bias, add) in [(false, false), (true, false), (false, true)] {
             let mut c = Case::default();
             let (x, w) = (c.random(&[m, k], dtype), c.random(&[n, k], dtype));
@@ -264,7 +308,13 @@ fn rows(report: &mut Report, dtype: DType) {
     }
 }
 
-fn shape(b: usize, t: usize, (h, k): (usize, usize), d: usize, w: Option<usize>) -> AttentionShape {
+pub(super) fn shape(
+    b: usize,
+    t: usize,
+    (h, k): (usize, usize),
+    d: usize,
+    w: Option<usize>,
+) -> AttentionShape {
     AttentionShape { batch: b, seq: t, heads: h, kv_heads: k, head_dim: d, window: w }
 }
 
@@ -351,21 +401,30 @@ fn attention(report: &mut Report, dtype: DType) {
             &kinds,
         );
     }
-    for (tokens, start, d, window) in [
-        (1, 300, 64, None),
-        (1, 129, 128, Some(50)),
-        (3, 0, 20, None),
-        (40, 17, 64, None),
-        (33, 0, 128, Some(9)),
+    for (tokens, start, (h, k), d, window) in [
+        (1, 300, (6, 2), 64, None),
+        (1, 129, (6, 2), 128, Some(50)),
+        (1, 0, (4, 4), 128, None),
+        (1, 399, (32, 4), 64, None),
+        (1, 63, (20, 2), 64, None),
+        (1, 64, (9, 3), 64, None),
+        (1, 277, (5, 5), 96, Some(100)),
+        (3, 0, (6, 2), 20, None),
+        (2, 31, (6, 2), 64, None),
+        (40, 17, (6, 2), 64, None),
+        (33, 0, (6, 2), 128, Some(9)),
+        (129, 63, (4, 1), 128, None),
+        (128, 128, (2, 2), 96, Some(70)),
+        (200, 200, (4, 2), 64, None),
     ] {
-        let shape = shape(2, tokens, (6, 2), d, window);
+        let shape = shape(2, tokens, (h, k), d, window);
         let capacity = 400;
         let mut c = Case::default();
-        let qkv = c.random(&[2, tokens, 10 * d], dtype);
+        let qkv = c.random(&[2, tokens, (h + 2 * k) * d], dtype);
         let start = c.tensor(&[2], I32, vec![start as f32, (start / 2) as f32]);
         let (k_cache, v_cache) =
-            (c.random(&[2, capacity, 2 * d], dtype), c.random(&[2, capacity, 2 * d], dtype));
-        let out = c.out(&[2, tokens, 6 * d], dtype);
+            (c.random(&[2, capacity, k * d], dtype), c.random(&[2, capacity, k * d], dtype));
+        let out = c.out(&[2, tokens, h * d], dtype);
         let kind = OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, capacity };
         c.compare(report, &format!("attention_cached {dtype} {shape:?}"), limit(dtype), &[kind]);
     }
@@ -436,7 +495,7 @@ fn updates(report: &mut Report, dtype: DType) {
         kinds.extend(adamw);
         kinds.extend(sgd);
         // Rounded stochastically, each with random bits of its own: last bits differ.
-        let limit = if dtype == Bf16 || state == Bf16 { 5e-3 } else { 1e-6 };
+        let limit = if dtype == Bf16 || state == Bf16 { 8e-3 } else { 1e-6 };
         c.compare(report, &format!("grad_norm, adamw, sgd {dtype} state {state}"), limit, &kinds);
     }
 }
@@ -484,37 +543,44 @@ fn adapters(report: &mut Report, dtype: DType) {
     }
 }
 
+/// A matrix in four bits of several parts, with random codes and scales.
+pub(super) fn quantized(
+    c: &mut Case,
+    codebook: Codebook,
+    nested: bool,
+    rows: &[usize],
+    cols: usize,
+) -> QuantizedMatrix {
+    let mut parts = Vec::new();
+    for (seed, &rows) in (41..).step_by(7).zip(rows) {
+        let n: usize = rows * cols;
+        let blocks = n.div_ceil(64);
+        let codes = integers(seed, n.div_ceil(2), 256);
+        let codes = c.tensor(&[n.div_ceil(2)], U8, codes);
+        let scales: Vec<f32> = random(seed + 1, blocks, 0.1).iter().map(|x| x.abs()).collect();
+        let absmax = if nested {
+            let codes = integers(seed + 2, blocks, 256);
+            c.tensor(&[blocks], U8, codes)
+        } else {
+            c.tensor(&[blocks], F32, scales.clone())
+        };
+        let groups = blocks.div_ceil(256);
+        let nested = nested.then(|| Nested {
+            absmax: c.tensor(&[groups], F32, scales[..groups].to_vec()),
+            offset: c.tensor(&[1], F32, vec![0.07]),
+        });
+        parts.push(QuantizedPart { rows, codes, absmax, nested });
+    }
+    QuantizedMatrix { codebook, parts, rows: rows.iter().sum(), cols }
+}
+
 /// Matrices in four bits, of several parts, multiplied out: equal to the bit.
 fn four_bits(report: &mut Report, dtype: DType) {
     for codebook in [Codebook::Nf4, Codebook::Fp4] {
         for (nested, cols) in [(false, 128), (true, 128), (true, 100), (true, 4096)] {
             let mut c = Case::default();
-            let mut parts = Vec::new();
-            let rows = [40, 24, 9];
-            for rows in rows {
-                let n: usize = rows * cols;
-                let blocks = n.div_ceil(64);
-                let codes = integers(41, n.div_ceil(2), 256);
-                let codes = c.tensor(&[n.div_ceil(2)], U8, codes);
-                let scales: Vec<f32> = random(42, blocks, 0.1).iter().map(|x| x.abs()).collect();
-                let absmax = if nested {
-                    let codes = integers(43, blocks, 256);
-                    c.tensor(&[blocks], U8, codes)
-                } else {
-                    c.tensor(&[blocks], F32, scales.clone())
-                };
-                let nested = nested.then(|| Nested {
-                    absmax: c.tensor(
-                        &[blocks.div_ceil(256)],
-                        F32,
-                        scales[..blocks.div_ceil(256)].to_vec(),
-                    ),
-                    offset: c.tensor(&[1], F32, vec![0.07]),
-                });
-                parts.push(QuantizedPart { rows, codes, absmax, nested });
-            }
-            let rows = rows.iter().sum();
-            let w = QuantizedMatrix { codebook, parts, rows, cols };
+            let w = quantized(&mut c, codebook, nested, &[40, 24, 9], cols);
+            let rows = w.rows;
             let out = c.out(&[rows, cols], dtype);
             let what = format!("dequantize {codebook:?} {dtype} nested {nested} {rows}x{cols}");
             c.compare(report, &what, 0.0, &[OpKind::Dequantize { w, out }]);
@@ -575,7 +641,7 @@ fn updates_8bit(report: &mut Report, dtype: DType) {
             {
                 report.error(&format!("{what}: {part}"), of(tensor), 0.0);
             }
-            let limit = if dtype == Bf16 { 1e-3 } else { 1e-6 };
+            let limit = if dtype == Bf16 { 8e-3 } else { 1e-6 };
             println!("{:9.2e}  {what}", of(param));
             report.error(&what, of(param), limit);
         }

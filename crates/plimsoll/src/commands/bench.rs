@@ -49,8 +49,8 @@ pub fn run(args: &BenchArgs) -> Outcome {
     Ok(())
 }
 
-/// The least seconds that a step can take: all matrix arithmetic at the rate of a
-/// large product, and all other ops' bytes at the rate of a copy.
+/// The least seconds that a step can take: all matrix arithmetic at the rate of the
+/// fastest product of the profile, and all other ops' bytes at the rate of a copy.
 struct Floors {
     products: f64,
     bytes: f64,
@@ -58,7 +58,7 @@ struct Floors {
 
 impl Floors {
     fn new(program: &Program, device: &DeviceProfile, point: &PlannedPoint) -> Floors {
-        let rate = device.matmul_rate(point.plan.recipe.precision);
+        let rate = device.products.of(point.plan.recipe.precision).fastest();
         let mut floors = Floors { products: 0.0, bytes: 0.0 };
         for section in &program.sections {
             let times = section.repeat as f64;
@@ -67,7 +67,7 @@ impl Floors {
                 if work.matmul_flops > 0.0 {
                     floors.products += times * work.matmul_flops / rate;
                 } else {
-                    floors.bytes += times * work.bytes / device.memory_bytes_per_second;
+                    floors.bytes += times * work.bytes / device.copy_bytes_per_second;
                 }
             }
         }
@@ -171,8 +171,8 @@ fn table(point: &PlannedPoint, measured: &Measured, floors: &Floors, lines: &[Li
     if lines.is_empty() {
         return text;
     }
-    let rate = point.planner.device.matmul_rate(recipe.precision);
-    let memory = point.planner.device.memory_bytes_per_second;
+    let rate = point.planner.device.products.of(recipe.precision).fastest();
+    let memory = point.planner.device.copy_bytes_per_second;
     let total: f64 = lines.iter().map(|l| l.seconds).sum();
     // A CPU's rates are a thousandth of a GPU's.
     let (unit, flops, bytes) =

@@ -1,6 +1,7 @@
 //! One file a command.
 
 pub mod bench;
+pub mod calibrate;
 pub mod chat;
 pub mod evaluate;
 pub mod generate;

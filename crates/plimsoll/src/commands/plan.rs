@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use clap::Args;
 use plimsoll_arch::Architecture;
-use plimsoll_plan::PlanReport;
+use plimsoll_plan::{DeviceKind, PlanReport, gpu};
 use plimsoll_program::{Method, PRODUCTS, Recipe};
 
+use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::Planner;
@@ -20,9 +21,23 @@ pub struct PlanArgs {
     pub model: String,
     #[command(flatten)]
     pub recipe: RecipeArgs,
-    /// A GPU of the catalogue (h200, a100-80, rtx-4090); without one, this machine's CPU.
+    /// A GPU of the catalogue (h200, a100-80, rtx-4090) or a calibrated one; without
+    /// one, this machine's CPU.
     #[arg(long)]
     pub gpu: Option<String>,
+    /// The CPU or the GPU of this machine.
+    #[arg(long, value_enum, conflicts_with = "gpu")]
+    pub device: Option<DeviceArg>,
+    /// Another device: a profile that `plimsoll calibrate` wrote.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["gpu", "device"])]
+    pub profile: Option<PathBuf>,
+    /// Length of the documents that share a row, for the seconds of attention: the
+    /// mean, over all tokens, of that of a token's own document [default: the row's]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub document_tokens: Option<u64>,
+    /// What the device costs an hour [default: of a GPU, a list price of the catalogue]
+    #[arg(long, value_name = "USD_PER_HOUR", value_parser = parse_price)]
+    pub price: Option<f64>,
     /// Memory to fit in: bytes, or with a unit such as 80GiB.
     #[arg(long, value_parser = units::parse_bytes)]
     pub memory: Option<u64>,
@@ -35,16 +50,25 @@ pub struct PlanArgs {
 
 pub fn run(args: &PlanArgs) -> Outcome {
     let arch = open_architecture(&args.model)?;
-    let planner = match &args.gpu {
-        Some(name) => Planner::gpu(name, args.memory)?,
-        None => Planner::cpu(crate::threads(), args.memory),
+    let mut planner = match (&args.gpu, &args.profile, args.device) {
+        (Some(name), ..) => Planner::gpu(name, args.memory)?,
+        (_, Some(path), _) => Planner::profile(path, args.memory)?,
+        (.., Some(device)) => Planner::device(device, args.memory)?,
+        _ => Planner::cpu(crate::threads(), args.memory)?,
     };
-    let default = if args.gpu.is_some() { Precision::Bf16 } else { Precision::F32 };
+    planner.document_tokens = args.document_tokens.map(|n| n as f64);
+    let default = match planner.device.kind {
+        DeviceKind::Cuda => Precision::Bf16,
+        DeviceKind::Cpu => Precision::F32,
+    };
     let mut recipe = args.recipe.recipe(&arch, stored_quant(&args.model), default)?;
     if args.recipe.recompute_is_auto() && args.recipe.method != MethodArg::Infer {
         recipe = planner.with_least_recompute(&arch, &recipe)?;
     }
-    let planned = planner.plan(&arch, &recipe)?;
+    let mut planned = planner.plan(&arch, &recipe)?;
+    if let Some((usd, source)) = price(args, &planner) {
+        planned.report = planned.report.with_price(usd, source);
+    }
     if let Some(path) = &args.timeline {
         let title = format!("{}, batch {}, seq {}", arch.name, recipe.batch, recipe.seq);
         let svg = planned.timeline(title).svg().map_err(Stop::input)?;
@@ -72,6 +96,22 @@ pub fn run(args: &PlanArgs) -> Outcome {
         }
     }
     planned.must_fit(&planner, &arch, &recipe)
+}
+
+/// Dollars an hour: the user's word, or a default for a GPU of the catalogue.
+fn price(args: &PlanArgs, planner: &Planner) -> Option<(f64, String)> {
+    let default = || {
+        let gpu = gpu(&planner.device.name)?;
+        Some((gpu.price.usd_per_hour, gpu.price.source()))
+    };
+    args.price.map(|usd| (usd, "as given".to_owned())).or_else(default)
+}
+
+fn parse_price(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(usd) if usd.is_finite() && (0.0..=1e6).contains(&usd) => Ok(usd),
+        _ => Err(format!("`{text}` is no price: give US dollars an hour, such as 2.49")),
+    }
 }
 
 /// Why four bits need more memory than none, where they do.
@@ -148,5 +188,15 @@ pub fn table(report: &PlanReport) -> String {
         report.flops_per_step / 1e12,
         report.bottleneck
     ));
+    text.push_str(&format!("  seconds: {}\n", report.device_source));
+    if let Some(cost) = &report.cost {
+        text.push_str(&format!(
+            "  USD {} a step, {:.4} a million tokens, at USD {:.2} an hour ({})\n",
+            units::small(cost.usd_per_step),
+            cost.usd_per_million_tokens,
+            cost.price_usd_per_hour,
+            cost.price_source
+        ));
+    }
     text
 }

@@ -133,7 +133,8 @@ impl PlannedPoint {
         } else {
             Box::new(args.data.rows(&model, batch, seq, args.seed)?.train)
         };
-        let seconds = schedule(&plan.train, recipe.precision, &planner.device).step_seconds;
+        let documents = if args.full_rows { seq as f64 } else { document_tokens(&*rows) };
+        let seconds = schedule(&plan.train, &planner.device, Some(documents)).step_seconds;
         Ok(PlannedPoint { model, plan, planner, kind, seconds, rows })
     }
 
@@ -249,6 +250,24 @@ impl Batches for FullRows {
     fn per_epoch(&self) -> u64 {
         u64::MAX
     }
+}
+
+/// The length of a token's own document, over the tokens of the first batches.
+fn document_tokens(rows: &dyn Batches) -> f64 {
+    let (mut tokens, mut before) = (0u64, 0u64);
+    for n in 0..16 {
+        let batch = rows.batch(n);
+        for (start, position) in batch
+            .doc_start
+            .chunks(batch.seq_len)
+            .flat_map(|row| row.iter().enumerate().map(|(i, start)| (*start as u64, i as u64)))
+        {
+            tokens += 1;
+            before += position.saturating_sub(start) + 1;
+        }
+    }
+    // A document of n tokens has n (n + 1) / 2 pairs.
+    (2.0 * before as f64 / tokens.max(1) as f64 - 1.0).max(1.0)
 }
 
 /// Runs the warm-up and the timed steps; the last loss, and sorted seconds.

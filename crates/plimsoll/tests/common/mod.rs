@@ -20,7 +20,8 @@ pub struct Ran {
     pub stderr: String,
 }
 
-/// The program with arguments split at white space, one thread, no hub and no GPU.
+/// The program with arguments split at white space, one thread, no hub, no GPU and
+/// no profiles of this machine's.
 ///
 /// One thread, because the tests of a file run at the same time; results do not
 /// depend on it, which a test of its own shows.
@@ -28,6 +29,7 @@ pub fn command(line: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_plimsoll"));
     command.args(line.split_whitespace());
     command.env("PLIMSOLL_THREADS", "1").env("HF_HOME", "/nonexistent");
+    command.env("XDG_CONFIG_HOME", "/nonexistent");
     command.env("CUDA_VISIBLE_DEVICES", "").env_remove("HF_HUB_CACHE").stdin(Stdio::null());
     command
 }

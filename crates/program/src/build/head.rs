@@ -88,7 +88,8 @@ pub(super) fn all_logits(b: &mut Builder, model: &Model, x: TensorId) {
     logits_of(b, model, normed, b.rows());
 }
 
-/// Logits (B, V) in float32 of the rows named by `last_rows`.
+/// Logits (B, V) in float32 of the rows named by `last_rows`, and the most likely
+/// tokens `next` (B).
 pub(super) fn last_logits(b: &mut Builder, model: &Model, x: TensorId) {
     let (batch, c, dtype) = (b.recipe.batch, b.arch.hidden_size, b.recipe.precision);
     let mut x = x;
@@ -103,10 +104,12 @@ pub(super) fn last_logits(b: &mut Builder, model: &Model, x: TensorId) {
     let eps = b.arch.rms_norm_eps as f32;
     // (B, 1, C) and (B, C) are the same rows.
     b.op(OpKind::RmsNorm { x, weight: model.norm.value, out, rstd, eps });
-    logits_of(b, model, out, rows);
+    let logits = logits_of(b, model, out, rows);
+    let next = b.resident("next".to_owned(), &[rows], DType::I32, crate::Class::Activation);
+    b.op(OpKind::Argmax { x: logits, out: next });
 }
 
-fn logits_of(b: &mut Builder, model: &Model, normed: TensorId, rows: usize) {
+fn logits_of(b: &mut Builder, model: &Model, normed: TensorId, rows: usize) -> TensorId {
     let shape = [rows, b.arch.vocab_size];
     let logits = b.resident("logits".to_owned(), &shape, DType::F32, crate::Class::Activation);
     let (x, y) = (b.view(normed), b.view(logits));
@@ -117,6 +120,7 @@ fn logits_of(b: &mut Builder, model: &Model, normed: TensorId, rows: usize) {
             b.op(OpKind::Linear { x, w, bias: None, add: None, y, scale: 1.0 });
         }
     }
+    logits
 }
 
 /// The matrix of the head (V, C): the embedding where they are tied.

@@ -123,7 +123,8 @@ fn forward_only(
 ///
 /// The device is given `ids` and `positions` (B, tokens), `start` (B), the
 /// position of each sequence's first new token, and `last_rows` (B), the rows
-/// of (B, tokens) whose logits are wanted; it leaves `logits` (B, V) f32.
+/// of (B, tokens) whose logits are wanted; it leaves `logits` (B, V) f32 and their
+/// largest columns `next` (B) i32.
 ///
 /// # Errors
 /// See [`train`].
