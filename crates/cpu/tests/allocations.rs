@@ -64,6 +64,17 @@ fn products<T: Elem>() {
             linear_skinny(x, &w, Some(&bias), y, (m, n, k), false, &mut ws);
         });
     }
+    let k = 768;
+    let (codes, absmax) = (vec![0x5a; n * k / 2], vec![0.5f32; n * k / 64]);
+    let codebook = plimsoll_program::Codebook::Nf4.values();
+    let slice = QuantizedSlice { codebook, codes: &codes, scales: Scales::Plain(&absmax) };
+    for m in [1, QUANTIZED_ROWS] {
+        silent("linear_quantized", || {
+            let (x, y) = ((&x[..m * k], k), (&mut y[..m * n], n));
+            let parts = [(slice, n)];
+            linear_quantized(x, &parts, Some(&bias), y, (m, n, k), false, &mut ws);
+        });
+    }
 }
 
 fn attention<T: Elem>(threads: usize) {

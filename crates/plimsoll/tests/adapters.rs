@@ -265,3 +265,47 @@ fn recipes_that_cannot_be_are_named() {
         .refused(words);
     }
 }
+
+/// A head multiplied out can be more than four bits save: the layers here are few.
+#[test]
+fn a_plan_says_why_four_bits_need_more() {
+    let bench = Bench::new();
+    let plan = |layers: usize| {
+        let path = bench.out("layers");
+        let mut config = nano_config();
+        config["num_hidden_layers"] = json!(layers);
+        config["tie_word_embeddings"] = json!(false);
+        config["vocab_size"] = json!(8192);
+        std::fs::create_dir_all(&path).unwrap();
+        std::fs::write(path.join("config.json"), config.to_string()).unwrap();
+        let options = "--method qlora --quant-head --lora-rank 4 --seq 12 --precision bf16";
+        plimsoll(&format!("plan {} {options}", bench.on(&path))).ok().stdout
+    };
+    let one = plan(1);
+    assert!(one.contains("nf4-dq needs") && one.contains("multiplied out"), "{one}");
+    assert!(!plan(64).contains("nf4-dq needs"));
+}
+
+#[test]
+fn inspect_shows_what_it_takes() {
+    let json = plimsoll("inspect --model tinyllama-1.1b --format json").ok().json();
+    let loaded = |name: &str| {
+        let rows = json["generate"].as_array().unwrap();
+        let row = rows.iter().find(|r| r["weights"] == name).unwrap();
+        let (loaded, peak) = (&row["loaded_bytes"], &row["peak_bytes"]);
+        assert!(peak.as_f64() > loaded.as_f64());
+        loaded.as_f64().unwrap() / 1e9
+    };
+    for (name, expected) in [("fp32", 4.40), ("bf16", 2.20), ("nf4", 0.807), ("nf4-dq", 0.762)] {
+        assert!((loaded(name) / expected - 1.0).abs() < 0.01, "{name}: {}", loaded(name));
+    }
+    assert_eq!(loaded("fp4"), loaded("nf4"));
+    let rows = json["fine_tune"].as_array().unwrap();
+    let peak = |method: &str, optimizer: &str| {
+        let found = rows.iter().find(|r| r["method"] == method && r["optimizer"] == optimizer);
+        found.unwrap()["peak_bytes"].as_u64().unwrap()
+    };
+    assert!(peak("full", "adamw") > peak("full", "adamw8bit"));
+    assert!(peak("full", "sgd") > peak("lora", "adamw"));
+    assert!(peak("lora", "sgd") > peak("qlora", "adamw"));
+}

@@ -129,7 +129,8 @@ fn more_than_dense(
     let products = PRODUCTS
         .iter()
         .map(|(_, all)| all.iter().map(|p| p.shape(arch)).map(|(n, k)| n * k).sum::<usize>());
-    let matrix = products.max().unwrap_or(0) * recipe.precision.bytes();
+    let head = if quant.head { arch.vocab_size * arch.hidden_size } else { 0 };
+    let matrix = products.max().unwrap_or(0).max(head) * recipe.precision.bytes();
     Ok(Some(format!(
         "{} needs {} more than {} weights here: to multiply with more than a few rows, one matrix \
          at a time is multiplied out (up to {}), and that is more than four bits save on a model \

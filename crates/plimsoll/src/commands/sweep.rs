@@ -14,6 +14,7 @@ use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::Planner;
+use crate::recipe_args::MethodArg;
 use crate::{Format, interrupt};
 
 #[derive(Debug, Args)]
@@ -132,7 +133,7 @@ fn timeline(args: &SweepArgs, points: &[Point]) -> Option<Timeline> {
 fn settings(args: &SweepArgs) -> Value {
     let point = &args.point;
     let r = &point.recipe;
-    json!({
+    let mut settings = json!({
         "device": DeviceArg::resolve(point.device).name(),
         "threads": crate::threads(),
         "model": point.model,
@@ -151,7 +152,18 @@ fn settings(args: &SweepArgs) -> Value {
         "optimizer_in_backward": r.optimizer_in_backward,
         "max_grad_norm": r.max_grad_norm,
         "loss_rows": r.loss_rows,
-    })
+    });
+    if r.method != MethodArg::Full {
+        settings["lora"] = json!({
+            "rank": r.lora.lora_rank,
+            "dropout": r.lora.lora_dropout,
+            "targets": r.lora.lora_targets,
+            "modules_to_save": r.lora.modules_to_save,
+            "quant": r.quant.quant.map(|q| format!("{q:?}").to_lowercase()),
+            "quant_head": r.quant.quant_head,
+        });
+    }
+    settings
 }
 
 /// The command line of a point: this one's, without what only a sweep knows,
