@@ -66,7 +66,7 @@ fn recipes(tied: bool) -> Vec<Recipe> {
 fn dead_ops(program: &Program) -> Vec<String> {
     let kept = |t: &TensorId| {
         let t = program.tensor(*t);
-        let result = ["loss", "grad_norm", "logits"].contains(&t.name.as_str());
+        let result = ["loss", "grad_norm", "logits", "next"].contains(&t.name.as_str());
         result || (t.resident && matches!(t.class, Class::Weight | Class::OptimizerState))
     };
     let all = (0..program.tensors.len()).map(TensorId::new);
