@@ -342,8 +342,9 @@ fn spawn(launch: &Launch, log: &mut File) -> Result<Child, RunError> {
     })
 }
 
-/// Between fork and exec: a session (hence a process group) of its own, an end
-/// when this process ends, and first in line for the out-of-memory killer, so
+/// Between fork and exec: a session (hence a process group) of its own, an
+/// interrupt that can be handled even where this process was started in the
+/// background with interrupts ignored, an end when this process ends, and first in line for the out-of-memory killer, so
 /// that the sweep itself survives.
 #[cfg(unix)]
 fn own_session(command: &mut Command) {
@@ -351,10 +352,13 @@ fn own_session(command: &mut Command) {
     #[cfg(target_os = "linux")]
     let parent = std::process::id();
     let setup = move || {
-        // SAFETY: setsid, prctl, getppid, open, write and close are
+        // SAFETY: setsid, signal, prctl, getppid, open, write and close are
         // async-signal-safe; pointers are to constants that end in zero.
         unsafe {
             if libc::setsid() == -1 {
+                return Err(io::Error::last_os_error());
+            }
+            if libc::signal(libc::SIGINT, libc::SIG_DFL) == libc::SIG_ERR {
                 return Err(io::Error::last_os_error());
             }
             #[cfg(target_os = "linux")]
