@@ -295,7 +295,9 @@ mod tests {
             let gpu = gpu(name).unwrap();
             let profile = gpu.profile();
             assert_eq!(profile.name, name);
-            assert_eq!(profile.memory_bytes, gpu.memory_bytes(), "{name}");
+            // What the driver hands out is a little less than what it lists.
+            let share = profile.memory_bytes as f64 / gpu.memory_bytes() as f64;
+            assert!((0.99..=1.0).contains(&share), "{name}: {share}");
             assert!(gpu.price.usd_per_hour > 0.0);
             profile.settled().unwrap();
         }
