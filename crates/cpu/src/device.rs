@@ -221,6 +221,15 @@ impl<'a> Memory<'a> {
 }
 
 impl Memory<'_> {
+    /// y, holding what a product is added to.
+    fn sum<Y: Elem + bytemuck::Pod>(&self, y: &View, add: Option<&View>) -> &mut [Y] {
+        let out = self.view::<Y>(y);
+        if let Some(add) = add.filter(|add| *add != y) {
+            copy_rows(self.view::<Y>(add), add.stride, out, y);
+        }
+        out
+    }
+
     /// y = x w^T, on its own or onto `add`.
     fn linear<E: Elem + bytemuck::Pod, Y: Elem + bytemuck::Pod>(
         &self,
@@ -230,12 +239,7 @@ impl Memory<'_> {
         let OpKind::Linear { x, w, bias, add, y, scale } = op else {
             unreachable!("called for Linear")
         };
-        let out = self.view::<Y>(y);
-        if let Some(add) = add
-            && add != y
-        {
-            copy_rows(self.view::<Y>(add), add.stride, out, y);
-        }
+        let out = self.sum::<Y>(y, add.as_ref());
         let bias = bias.map(|b| &*self.all::<E>(b));
         let dense = x.stride == x.cols && w.stride == w.cols && y.stride == y.cols;
         if y.rows <= kernels::SKINNY_ROWS && dense {
@@ -258,12 +262,7 @@ impl Memory<'_> {
         let OpKind::LinearQuantized { x, w, bias, add, y } = op else {
             unreachable!("called for LinearQuantized")
         };
-        let out = self.view::<Y>(y);
-        if let Some(add) = add
-            && add != y
-        {
-            copy_rows(self.view::<Y>(add), add.stride, out, y);
-        }
+        let out = self.sum::<Y>(y, add.as_ref());
         let bias = bias.map(|b| &*self.all::<E>(b));
         let part = |part: &QuantizedPart| (self.quantized(w.codebook, part), part.rows);
         let mut parts = [part(&w.parts[0]); kernels::MAX_PARTS];

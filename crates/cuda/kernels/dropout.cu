@@ -1,16 +1,9 @@
 // Dropout (Srivastava et al. 2014) whose mask is a hash of seed, stream and element:
 // backward computes it again instead of keeping it.
 
-#include "common.cuh"
+#include "rounding.cuh"
 
 // Mirrors `Dropout` of plimsoll_cpu: the same bits on both devices.
-__device__ __forceinline__ u32 dropout_bits(u32 seed0, u32 seed1, u32 i) {
-    u32 x = i + seed1;
-    x = ((x ^ (x >> 16)) * 0x7feb352du) ^ seed0;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
 // out = [out +] x / (1 - p) where a uniform number is at least p, else zero.
 template <class T>
 __device__ void dropout(const T* x, T* out, const float* step, long long n, float probability, u32 stream,
@@ -24,7 +17,7 @@ __device__ void dropout(const T* x, T* out, const float* step, long long n, floa
     for (int k = 0; k < 4; ++k) {
         long long i = (long long)blockIdx.x * 1024 + k * 256 + threadIdx.x;
         if (i >= n) return;
-        u32 bits = dropout_bits((u32)seed ^ (u32)(i >> 32) * 0x9e3779b9u, (u32)(seed >> 32), (u32)i);
+        u32 bits = random_bits((u32)seed ^ (u32)(i >> 32) * 0x9e3779b9u, (u32)(seed >> 32), (u32)i);
         // 24 bits: exact in a float.
         bool keep = (float)(bits >> 8) * (1.0f / 16777216.0f) >= probability;
         float v = keep ? to_float(x[i]) * scale : 0.0f;

@@ -25,16 +25,21 @@ struct Family {
 
 include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 
-/// Pointers to arguments, as the driver wants them.
+/// A pointer to an argument, as the driver wants it.
+pub(crate) fn argument<T>(value: &T) -> *mut c_void {
+    ptr::from_ref(value).cast_mut().cast()
+}
+
+/// Pointers to arguments.
 fn pointers(name: &str, args: &[Arg]) -> [*mut c_void; 24] {
     let mut pointers = [ptr::null_mut::<c_void>(); 24];
     debug_assert!(args.len() <= pointers.len(), "{name}");
     for (pointer, arg) in pointers.iter_mut().zip(args) {
         *pointer = match arg {
-            Arg::Ptr(x) => ptr::from_ref(x).cast_mut().cast(),
-            Arg::Int(x) => ptr::from_ref(x).cast_mut().cast(),
-            Arg::Long(x) => ptr::from_ref(x).cast_mut().cast(),
-            Arg::Float(x) => ptr::from_ref(x).cast_mut().cast(),
+            Arg::Ptr(x) => argument(x),
+            Arg::Int(x) => argument(x),
+            Arg::Long(x) => argument(x),
+            Arg::Float(x) => argument(x),
         };
     }
     pointers
@@ -129,9 +134,9 @@ impl Kernels {
         (family, name): (&'static str, &str),
         stream: sys::CUstream,
         grid: Grid,
-        argument: &T,
+        value: &T,
     ) -> Result<(), CudaError> {
-        let mut pointers = [ptr::from_ref(argument).cast_mut().cast::<c_void>()];
+        let mut pointers = [argument(value)];
         self.launch_early((family, name), stream, grid, &mut pointers)
     }
 

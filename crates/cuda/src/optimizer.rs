@@ -1,14 +1,11 @@
 //! Updates and the gradient norm over many tensors in few launches: their
 //! addresses travel as a kernel parameter, so that nothing has to be uploaded.
 
-use std::ffi::c_void;
-use std::ptr;
-
 use plimsoll_arch::DType;
 use plimsoll_program::{Op, OpKind, TensorId};
 
 use crate::error::CudaError;
-use crate::kernels::{Arg, Grid, suffix};
+use crate::kernels::{Arg, Grid, argument, suffix};
 use crate::launch::Launcher;
 
 /// Tensors, and elements of one block, of a launch of `sum_of_squares`.
@@ -100,10 +97,6 @@ pub(crate) fn grad_norm(
         Arg::Float(max_norm.unwrap_or(0.0)),
     ];
     l.kernels.launch(("reduce", "grad_norm"), l.stream, Grid::line(1, 1024), &args)
-}
-
-pub(crate) fn argument<T>(value: &T) -> *mut c_void {
-    ptr::from_ref(value).cast_mut().cast()
 }
 
 /// What the updates of one launch must agree in.

@@ -3,9 +3,8 @@
 use plimsoll_program::{Op, OpKind, TensorId};
 
 use crate::error::CudaError;
-use crate::kernels::{Grid, suffix};
+use crate::kernels::{Grid, argument, suffix};
 use crate::launch::Launcher;
-use crate::optimizer::argument;
 
 /// Tensors, and elements of one block, of a launch.
 const TENSORS: usize = 48;

@@ -1,13 +1,10 @@
 //! Products with matrices in four bits.
 
-use std::ffi::c_void;
-use std::ptr;
-
 use plimsoll_arch::DType;
 use plimsoll_program::{Codebook, QuantizedMatrix, QuantizedPart};
 
 use crate::error::CudaError;
-use crate::kernels::{Grid, suffix};
+use crate::kernels::{Grid, argument, suffix};
 use crate::launch::Launcher;
 
 /// Mirrors `Quantized` of quantized.cu: one part of a matrix.
@@ -33,10 +30,6 @@ impl PartArgument {
             codebook: *codebook.values(),
         }
     }
-}
-
-fn argument<T>(value: &T) -> *mut c_void {
-    ptr::from_ref(value).cast_mut().cast()
 }
 
 /// Elements of one block of threads.

@@ -2,6 +2,7 @@
 //! element: backward computes it again instead of keeping it.
 
 use super::Elem;
+use super::optimizer::random;
 use super::parallel::{Shared, for_each};
 
 /// A mask over the elements of a tensor.
@@ -25,12 +26,8 @@ impl Dropout {
 
     fn keeps(self, i: usize) -> bool {
         let high = ((i as u64) >> 32) as u32;
-        let mut x = (i as u32).wrapping_add(self.seed[1]);
-        x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d)
-            ^ self.seed[0]
-            ^ high.wrapping_mul(0x9e37_79b9);
-        x = (x ^ (x >> 15)).wrapping_mul(0x846c_a68b);
-        x ^= x >> 16;
+        let seed = [self.seed[0] ^ high.wrapping_mul(0x9e37_79b9), self.seed[1]];
+        let x = random(seed, i as u32);
         // 24 bits: exact in a float.
         (x >> 8) as f32 * (1.0 / 16_777_216.0) >= self.probability
     }
