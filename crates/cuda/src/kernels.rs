@@ -153,6 +153,9 @@ impl Kernels {
         }
         let function = self.function(family, name)?;
         self.allow_shared(function, grid.shared)?;
+        // Kernels that cut the first level of cache differently cannot run side by side.
+        let carveout = FunctionAttribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        cuda!(cuFuncSetAttribute(function, carveout, 100))?;
         // SAFETY: plain bytes, all of them valid as zero.
         let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
         attribute.id =
