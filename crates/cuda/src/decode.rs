@@ -230,7 +230,7 @@ fn pattern<'a>(
 
 /// Whether nothing reads a tensor behind op `at`.
 pub(crate) fn is_forgotten(program: &Program, tensor: TensorId, at: usize) -> bool {
-    let read = program.ops[at + 1..].iter().any(|op| {
+    let read = program.ops.iter().skip(at + 1).any(|op| {
         let mut reads = false;
         op.for_each_tensor(|t, access| {
             reads |= t == tensor && access != plimsoll_program::Access::Write;
