@@ -14,7 +14,7 @@
 constexpr int WARPS = 4;
 constexpr int COLUMNS = 8;   // query heads of a block
 constexpr int TILE = 16;     // keys of a warp at a time
-constexpr int LEAST = WARPS * TILE;
+constexpr int LEAST = WARPS * TILE, ALONE = 4 * LEAST;  // keys of a block; of the only one
 constexpr int HEADS = 1024;  // blocks' heads that can be counted
 
 // Mirrored in src/attention.rs.
@@ -118,12 +118,11 @@ template <int D> __device__ __forceinline__ void decode(const Decode& p) {
         return;
     }
     int low = max(0, start + 1 - p.window), splits = gridDim.x;
-    int span = max(LEAST, ((start + 1 - low + splits - 1) / splits + TILE - 1) / TILE * TILE);
-    int active = (start + 1 - low + span - 1) / span;
-    if ((int)blockIdx.x >= active) {
-        wait_for_previous();
-        return;
-    }
+    // Few keys are not worth the adding up of spans.
+    int seen = start + 1 - low;
+    int span = seen <= ALONE ? ALONE : max(LEAST, ((seen + splits - 1) / splits + TILE - 1) / TILE * TILE);
+    int active = (seen + span - 1) / span;
+    if ((int)blockIdx.x >= active) return;  // the others of this head wait
     int begin = low + blockIdx.x * span, end = min(start + 1, begin + span);
     const bf16* keys = p.k_cache + (long long)b * p.capacity * kv_width + kv_head * D;
     const bf16* values = p.v_cache + (long long)b * p.capacity * kv_width + kv_head * D;
@@ -305,7 +304,7 @@ template <int D> __device__ __forceinline__ void decode(const Decode& p) {
 }
 
 #define DECODE(D)                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(128) decode_attention_d##D(const __grid_constant__ Decode p) {    \
+    extern "C" __global__ void __launch_bounds__(128, 4) decode_attention_d##D(const __grid_constant__ Decode p) {    \
         decode<D>(p);                                                                                              \
     }
 DECODE(64)

@@ -1,5 +1,7 @@
-//! Products of a few rows (decode.cu): which ones there are, and which ops before and
-//! after share their launch.
+//! Products of a few rows (decode.cu; of one row on Hopper, decode_chain.cu): which ones
+//! there are, and which ops before and after share their launch.
+
+mod chain;
 
 use plimsoll_arch::DType;
 use plimsoll_plan::Layout;
@@ -179,14 +181,21 @@ pub(crate) fn run(l: &Launcher, kind: &OpKind) -> Result<(), CudaError> {
 /// Launches the product at `at` or after it with the ops around it, where they are
 /// a pattern that shares a launch; returns the first op behind.
 pub(crate) fn fused(l: &Launcher, at: usize, end: usize) -> Result<Option<usize>, CudaError> {
-    match pattern(l.program, l.layout, at, end) {
-        Some((product, around, next)) => launch(l, &product, around).map(|()| Some(next)),
-        None => Ok(None),
+    if l.context.info.compute_capability == (9, 0)
+        && let Some(next) = chain::launch(l, at, end)?
+    {
+        return Ok(Some(next));
+    }
+    match piece(l.program, l.layout, at, end) {
+        Some((product, around, next)) if next > at + 1 => {
+            launch(l, &product, around).map(|()| Some(next))
+        }
+        _ => Ok(None),
     }
 }
 
-/// A product with the ops around it, and the first op behind them.
-fn pattern<'a>(
+/// A product with the ops around it, if any, and the first op behind them.
+fn piece<'a>(
     program: &'a Program,
     layout: &Layout,
     at: usize,
@@ -224,7 +233,7 @@ fn pattern<'a>(
     }
     // The last op's result may take the memory of what an earlier one read last.
     let out = around.act.unwrap_or(product.y.tensor);
-    (next > at + 1 && disjoint(program, layout, product.x.tensor, out))
+    (next == at + 1 || disjoint(program, layout, product.x.tensor, out))
         .then_some((product, around, next))
 }
 
@@ -277,9 +286,10 @@ fn splits(units: usize, chunk: usize, tiles: usize, multiprocessors: usize) -> u
     splits
 }
 
-fn launch(l: &Launcher, product: &Product, around: Around) -> Result<(), CudaError> {
+/// The kernels' argument for the first row of a product, and whether its matrix is
+/// there before the program begins. `splits`, `pitch` and `early` are left to the launch.
+fn describe(l: &Launcher, product: &Product, around: Around) -> (Argument, bool) {
     let Product { x, bias, add, y, scale, .. } = *product;
-    let (rows, k) = (x.rows, x.cols);
     let gated = around.act.is_some();
     let mut resident = around.norm.is_none_or(|(w, _)| l.program.tensor(w).resident);
     let mut parts = [Part::default(); PARTS];
@@ -316,9 +326,45 @@ fn launch(l: &Launcher, product: &Product, around: Around) -> Result<(), CudaErr
     if gated {
         tiles = n.div_ceil(TILE / 2);
     }
+    let (y_tensor, y_at, y_stride) = match around.act {
+        Some(act) => (act, l.at(act), n),
+        None => (y.tensor, l.view(&y), y.stride),
+    };
+    let argument = Argument {
+        x: l.view(&x),
+        norm: around.norm.map_or(0, |(w, _)| l.at(w)),
+        w: w_at,
+        bias: bias.map_or(0, |b| l.at(b)),
+        add: add.map_or(0, |v| l.view(&v)),
+        y: y_at,
+        x_stride: x.stride as i64,
+        w_stride,
+        add_stride: add.map_or(0, |v| v.stride as i64),
+        y_stride: y_stride as i64,
+        rows: 1,
+        k: x.cols as i32,
+        n: n as i32,
+        tiles: tiles as i32,
+        splits: 1,
+        pitch: product.pitch() as i32,
+        gated: i32::from(gated),
+        y_f32: i32::from(l.dtype(y_tensor) == DType::F32),
+        early: i32::from(resident),
+        eps: around.norm.map_or(0.0, |(_, eps)| eps),
+        scale,
+        unused: 0,
+        parts,
+        codebook,
+    };
+    (argument, resident)
+}
+
+fn launch(l: &Launcher, product: &Product, around: Around) -> Result<(), CudaError> {
+    let (first, _) = describe(l, product, around);
+    let (rows, tiles) = (product.x.rows, first.tiles as usize);
     let multiprocessors = l.context.info.multiprocessors as usize;
     let chunk = if product.is_quantized() { 8 } else { 4 };
-    let splits = splits(k.div_ceil(product.unit()), chunk, tiles, multiprocessors);
+    let splits = splits(product.x.cols.div_ceil(product.unit()), chunk, tiles, multiprocessors);
 
     // As many rows at a time as shared memory holds.
     let limit = l.context.info.shared_bytes as usize;
@@ -331,43 +377,18 @@ fn launch(l: &Launcher, product: &Product, around: Around) -> Result<(), CudaErr
     let rounds = slots.div_ceil(resident_blocks * multiprocessors);
     let blocks = slots.div_ceil(rounds.max(1));
 
-    let (y_tensor, y_at, y_stride) = match around.act {
-        Some(act) => (act, l.at(act), n),
-        None => (y.tensor, l.view(&y), y.stride),
-    };
-    let y_f32 = l.dtype(y_tensor) == DType::F32;
-    let bytes = |stride: usize, f32: bool| (stride * if f32 { 4 } else { 2 }) as u64;
+    let name = if product.is_quantized() { "decode_product_4bit" } else { "decode_product_bf16" };
+    let grid = Grid { shared: shared as u32, ..Grid::line(blocks, 32 * WARPS as u32) };
     for row in (0..rows).step_by(step) {
-        let at = |base: u64, stride: usize, f32: bool| base + row as u64 * bytes(stride, f32);
+        let at = |base: u64, stride: i64, bytes: u64| base + row as u64 * stride as u64 * bytes;
         let argument = Argument {
-            x: at(l.view(&x), x.stride, false),
-            norm: around.norm.map_or(0, |(w, _)| l.at(w)),
-            w: w_at,
-            bias: bias.map_or(0, |b| l.at(b)),
-            add: add.map_or(0, |v| at(l.view(&v), v.stride, false)),
-            y: at(y_at, y_stride, y_f32),
-            x_stride: x.stride as i64,
-            w_stride,
-            add_stride: add.map_or(0, |v| v.stride as i64),
-            y_stride: y_stride as i64,
+            x: at(first.x, first.x_stride, 2),
+            add: at(first.add, first.add_stride, 2),
+            y: at(first.y, first.y_stride, if first.y_f32 == 1 { 4 } else { 2 }),
             rows: step.min(rows - row) as i32,
-            k: k as i32,
-            n: n as i32,
-            tiles: tiles as i32,
             splits: splits as i32,
-            pitch: product.pitch() as i32,
-            gated: i32::from(gated),
-            y_f32: i32::from(y_f32),
-            early: i32::from(resident),
-            eps: around.norm.map_or(0.0, |(_, eps)| eps),
-            scale,
-            unused: 0,
-            parts,
-            codebook,
+            ..first
         };
-        let name =
-            if product.is_quantized() { "decode_product_4bit" } else { "decode_product_bf16" };
-        let grid = Grid { shared: shared as u32, ..Grid::line(blocks, 32 * WARPS as u32) };
         l.kernels.launch_struct(("decode", name), l.stream, grid, &argument)?;
     }
     Ok(())
@@ -390,15 +411,12 @@ mod tests {
         let layout = lay_out(&program);
         let (mut alone, mut fused, mut at) = (0, 0, 0);
         while at < program.ops.len() {
-            at = match pattern(&program, &layout, at, program.ops.len()) {
+            at = match piece(&program, &layout, at, program.ops.len()) {
                 Some((_, _, next)) => {
-                    fused += 1;
+                    *if next > at + 1 { &mut fused } else { &mut alone } += 1;
                     next
                 }
-                None => {
-                    alone += usize::from(takes(&program, &program.ops[at].kind));
-                    at + 1
-                }
+                None => at + 1,
             };
         }
         (alone, fused)

@@ -1,5 +1,5 @@
-//! What a token step costs on models of a few layers, and what that makes of the whole
-//! model: seconds by graph replays, and by launch where the time goes.
+//! What a token step costs: on models of a few layers, with what that makes of the whole
+//! model and, by launch, where the time goes; and on whole models where they are small.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -16,6 +16,8 @@ use super::Report;
 const START: usize = 160;
 const CONTEXT: usize = 2048;
 const REPLAYS: usize = 200;
+/// Bytes of a step up to which the whole model is timed as well.
+const WHOLE: f64 = 8e9;
 
 /// A decode program in a slab of random bytes.
 struct Token {
@@ -137,6 +139,10 @@ impl Token {
         read.values().sum()
     }
 
+    fn weight_bytes(&self) -> u64 {
+        self.decode.0.tensors.iter().filter(|t| t.class == Class::Weight).map(|t| t.bytes()).sum()
+    }
+
     /// Seconds and launches by the ops that share a launch, largest first.
     fn patterns(&mut self) -> Vec<(String, f64, f64, usize)> {
         let (program, layout) = &self.decode;
@@ -194,12 +200,29 @@ fn few_layers(model: &str, layers: usize) -> Architecture {
     arch
 }
 
+/// All layers, and what the driver says the model takes.
+fn whole_model(model: &str, layers: usize, recipe: &Recipe) {
+    let mut token = Token::new(&few_layers(model, layers), recipe, 256);
+    let (step, host) = (token.replay().0, token.with_host());
+    let weights: u64 = token.weight_bytes();
+    let taken = token.device.taken_bytes().expect("the driver answers").expect("a driver");
+    println!(
+        "    all {layers} layers: {:.0} tokens/s of the graph alone, {:.0} with the host's; weights {:.3} GB, \
+         slab {:.3} GB, the driver's whole {:.3} GB",
+        1.0 / step,
+        1.0 / host,
+        weights as f64 * 1e-9,
+        token.device.slab_bytes() as f64 * 1e-9,
+        taken.total as f64 * 1e-9,
+    );
+}
+
 pub fn time(_: &mut Report) {
     let nf4 = |double| Some(Quant { codebook: Codebook::Nf4, double, head: false });
     for model in ["llama-3-8b", "tinyllama-1.1b"] {
         let layers = preset(model).expect("a preset").num_hidden_layers;
         for (name, quant) in [("bf16", None), ("nf4", nf4(false)), ("nf4-dq", nf4(true))] {
-            for batch in [1, 4, 8] {
+            for batch in [1, 8] {
                 if batch > 1 && name == "nf4" {
                     continue;
                 }
@@ -243,14 +266,16 @@ pub fn time(_: &mut Report) {
                     );
                     token.at(START);
                 }
-                if batch != 4 {
-                    for (pattern, seconds, bytes, count) in token.patterns() {
-                        println!(
-                            "    {count:3} x {:7.2} us {:6.0} GB/s  {pattern}",
-                            seconds * 1e6,
-                            bytes / seconds * 1e-9
-                        );
-                    }
+                for (pattern, seconds, bytes, count) in token.patterns() {
+                    println!(
+                        "    {count:3} x {:7.2} us {:6.0} GB/s  {pattern}",
+                        seconds * 1e6,
+                        bytes / seconds * 1e-9
+                    );
+                }
+                drop(token);
+                if batch == 1 && bytes < WHOLE {
+                    whole_model(model, layers, &recipe);
                 }
             }
         }
