@@ -1,0 +1,376 @@
+//! DeepSpeed ZeRO 1 to 3 (0.14): who holds what of parameters, gradients and state, and
+//! the buffers in between.
+//!
+//! Its fp16 (or bf16) engine keeps 16-bit parameters and float32 copies of a rank's share;
+//! no autocast. Figures below: P parameters, N ranks.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+
+use plimsoll_program::Class;
+
+use crate::optimizer::{Optimizer, Target};
+use crate::recipe::{Optim, Zero};
+use crate::tape::{Engine, Mem, Param, Tape};
+use crate::trace::Event;
+
+/// Streams with pools of their own.
+const GATHER: u8 = 1;
+const REDUCE: u8 = 2;
+/// Bytes of the engine's 16-bit type.
+const HALF: u64 = 2;
+const F32: u64 = 4;
+/// `stage3_max_reuse_distance`, elements.
+const REUSE_DISTANCE: u64 = 1_000_000_000;
+/// `sub_group_size`, elements of a rank's share that are updated at a time.
+const SUB_GROUP: u64 = 1_000_000_000;
+
+/// The ZeRO engine of one rank.
+pub struct DeepSpeed {
+    zero: Zero,
+    ranks: u64,
+    /// Parameter by parameter, whether it is gathered for good.
+    total: u64,
+    trained: u64,
+    largest: u64,
+    /// Elements from the end of the model to the end of a parameter, for reuse distances.
+    distance: RefCell<Vec<u64>>,
+    bucket: Cell<u64>,
+    /// Gradients too large for the bucket that wait for their turn.
+    waiting: RefCell<Vec<Rc<Param>>>,
+    buffers: RefCell<Vec<Mem>>,
+    /// Averaged gradients of stages 1 and 2.
+    share: RefCell<Vec<Mem>>,
+    optimizer: RefCell<Option<Optimizer>>,
+    sub_groups: RefCell<Vec<u64>>,
+    backward_buffers: RefCell<Vec<Mem>>,
+    /// Bytes of the float32 share in host memory.
+    pub host_bytes: Cell<u64>,
+}
+
+impl DeepSpeed {
+    pub fn new(zero: Zero, ranks: u64) -> DeepSpeed {
+        DeepSpeed {
+            zero,
+            ranks,
+            total: 0,
+            trained: 0,
+            largest: 0,
+            distance: RefCell::default(),
+            bucket: Cell::new(0),
+            waiting: RefCell::default(),
+            buffers: RefCell::default(),
+            share: RefCell::default(),
+            optimizer: RefCell::default(),
+            sub_groups: RefCell::default(),
+            backward_buffers: RefCell::default(),
+            host_bytes: Cell::new(0),
+        }
+    }
+
+    /// Takes the sizes of the model.
+    pub fn measure(&mut self, params: &[Rc<Param>]) {
+        self.total = params.iter().map(|p| p.elements).sum();
+        self.trained = params.iter().filter(|p| p.trained).map(|p| p.elements).sum();
+        self.largest = params.iter().map(|p| p.elements).max().unwrap_or(0);
+        // Forward runs in order of creation: what comes after a parameter is used before
+        // its own backward, and gathered again on the way.
+        let mut after = vec![0; params.len()];
+        let mut sum = 0;
+        for param in params.iter().rev() {
+            after[param.index] = sum;
+            sum += param.elements;
+        }
+        *self.distance.borrow_mut() = after;
+    }
+
+    fn persists(&self, param: &Param) -> bool {
+        param.elements <= self.zero.param_persistence_threshold
+    }
+
+    fn share_of(&self, elements: u64) -> u64 {
+        elements.div_ceil(self.ranks)
+    }
+
+    fn keep(&self, mem: Mem) {
+        self.buffers.borrow_mut().push(mem);
+    }
+
+    /// `deepspeed.initialize`: from a model to partitions, masters, state and buffers.
+    pub fn initialize(&self, t: &Tape, params: &[Rc<Param>], optim: Optim) {
+        t.enter("deepspeed.initialize".into());
+        match self.zero.stage {
+            3 => self.initialize_3(t, params, optim),
+            _ => self.initialize_12(t, params, optim),
+        }
+    }
+
+    fn initialize_3(&self, t: &Tape, params: &[Rc<Param>], optim: Optim) {
+        if !self.zero.zero_init {
+            // `module.to(device)`: the whole 16-bit model, before it is partitioned.
+            for p in params {
+                let whole = t.alloc("weight", p.elements * HALF, Class::Weight);
+                *p.data.borrow_mut() = Some(whole);
+            }
+        }
+        let mut partitions = Vec::new();
+        for p in params {
+            let bytes = self.share_of(p.elements) * HALF;
+            partitions.push(t.alloc("partition", bytes, Class::Weight));
+            *p.data.borrow_mut() = None;
+        }
+        // Defragmentation goes through host memory.
+        drop(partitions);
+        t.record(Event::EmptyCache);
+        let share: u64 = params.iter().map(|p| self.share_of(p.elements)).sum();
+        if !self.zero.offload_param {
+            let flat = t.alloc("partitions", share * HALF, Class::Weight);
+            if self.ranks == 1 {
+                // Nothing to gather: parameters are views.
+                for p in params {
+                    *p.data.borrow_mut() = Some(flat.clone());
+                }
+            }
+            self.keep(flat);
+        }
+        if self.ranks > 1 {
+            for p in params.iter().filter(|p| self.persists(p)) {
+                *p.data.borrow_mut() = Some(t.alloc("weight", p.bytes(), Class::Weight));
+            }
+        }
+        let trained: u64 =
+            params.iter().filter(|p| p.trained).map(|p| self.share_of(p.elements)).sum();
+        self.make_sub_groups(params);
+        let host = self.zero.offload_optimizer;
+        if host {
+            self.host_bytes.set(trained * (3 * F32 + HALF));
+        } else {
+            for group in self.sub_groups.borrow().iter() {
+                self.keep(t.alloc("float32 weights", group * F32, Class::OptimizerState));
+            }
+            // `initialize_optimizer_states` takes a float32 gradient and makes no state yet.
+            let largest = self.sub_groups.borrow().iter().copied().max().unwrap_or(0);
+            drop(t.scratch("float32 gradient", largest * F32));
+            self.keep(t.alloc("gradient partitions", trained * HALF, Class::Gradient));
+        }
+        self.keep(t.alloc(
+            "reduce bucket",
+            self.zero.reduce_bucket_size * HALF,
+            Class::Workspace,
+        ));
+        self.set_optimizer(optim);
+    }
+
+    fn make_sub_groups(&self, params: &[Rc<Param>]) {
+        let mut groups = self.sub_groups.borrow_mut();
+        let mut open = 0;
+        for p in params.iter().filter(|p| p.trained) {
+            open += self.share_of(p.elements);
+            if open >= SUB_GROUP {
+                groups.push(open);
+                open = 0;
+            }
+        }
+        if open > 0 {
+            groups.push(open);
+        }
+    }
+
+    fn initialize_12(&self, t: &Tape, params: &[Rc<Param>], optim: Optim) {
+        for p in params {
+            let whole = t.alloc("weight", p.elements * HALF, Class::Weight);
+            *p.data.borrow_mut() = Some(whole);
+        }
+        // Parameters go to the host and come back as one flat tensor.
+        for p in params.iter().filter(|p| p.trained) {
+            *p.data.borrow_mut() = None;
+        }
+        t.record(Event::EmptyCache);
+        let flat = t.alloc("flat weights", self.trained * HALF, Class::Weight);
+        for p in params.iter().filter(|p| p.trained) {
+            *p.data.borrow_mut() = Some(flat.clone());
+        }
+        self.keep(flat);
+        let share = self.share_of(self.trained);
+        self.sub_groups.borrow_mut().push(share);
+        if self.zero.offload_optimizer {
+            // `.to(device).clone().float()` before it is pinned on the host.
+            let clone = t.scratch("share of weights", share * HALF);
+            let wide = t.scratch("share of weights", share * F32);
+            drop((clone, wide));
+            self.host_bytes.set(share * 4 * F32);
+            let largest = self.largest * HALF;
+            self.keep(t.alloc("gradient on its way to the host", largest, Class::Workspace));
+        } else {
+            let clone = t.scratch("share of weights", share * HALF);
+            self.keep(t.alloc("float32 weights", share * F32, Class::OptimizerState));
+            drop(clone);
+        }
+        self.set_optimizer(optim);
+        if !self.zero.offload_optimizer {
+            // Stages 1 and 2 run the optimizer once on zeros, so state exists from here.
+            let zeros = t.scratch("float32 gradient", share * F32);
+            self.update(t);
+            drop(zeros);
+        }
+    }
+
+    fn set_optimizer(&self, optim: Optim) {
+        if self.zero.offload_optimizer {
+            return;
+        }
+        let groups = self.sub_groups.borrow();
+        let targets = groups.iter().map(|&elements| Target { elements, width: F32 }).collect();
+        *self.optimizer.borrow_mut() = Some(Optimizer::new(optim, targets));
+    }
+
+    fn update(&self, t: &Tape) {
+        if let Some(optimizer) = &*self.optimizer.borrow() {
+            optimizer.step(t);
+        }
+    }
+
+    /// Before backward: stages 1 and 2 take their buckets anew each time.
+    pub fn before_backward(&self, t: &Tape) {
+        if self.zero.stage == 3 {
+            return;
+        }
+        let count = if self.zero.overlap_comm { 2 } else { 1 };
+        let bytes = self.zero.reduce_bucket_size * HALF;
+        let bucket = || t.alloc("reduce bucket", bytes, Class::Workspace);
+        *self.backward_buffers.borrow_mut() = (0..count).map(|_| bucket()).collect();
+    }
+
+    /// After backward: what is in the bucket is reduced, buffers go.
+    pub fn after_backward(&self, t: &Tape) {
+        self.flush(t);
+        self.backward_buffers.borrow_mut().clear();
+    }
+
+    /// Reduces what is in the bucket, and gradients that did not fit into it.
+    fn flush(&self, t: &Tape) {
+        let elements = self.bucket.replace(0);
+        let waiting: Vec<Rc<Param>> = self.waiting.borrow_mut().drain(..).collect();
+        if self.zero.stage == 3 && elements > 0 {
+            // `reduce_scatter_coalesced` concatenates the partitions rank by rank, unless
+            // there is one tensor that needs no padding.
+            let bytes = elements * HALF;
+            t.on_stream(REDUCE, || drop(t.scratch("reduce-scatter input", bytes)));
+        }
+        for param in waiting {
+            if self.zero.stage < 3 && self.zero.offload_optimizer {
+                // A rank turns the part that it owns into float32 on the device.
+                let part = self.share_of(self.trained).min(param.elements);
+                drop(t.scratch("float32 gradient", part * F32));
+            }
+            *param.grad.borrow_mut() = None;
+        }
+    }
+
+    /// `optimizer.step()` of the wrapped optimizer.
+    pub fn step(&self, t: &Tape, params: &[Rc<Param>]) {
+        t.enter("optimizer".into());
+        let groups = self.sub_groups.borrow().clone();
+        let share: u64 = groups.iter().sum();
+        if !self.zero.offload_optimizer {
+            if self.zero.stage == 3 {
+                // Overflow is looked for in all gradients at once: abs, then equal.
+                t.on_stream(REDUCE, || {
+                    for _ in 0..2 {
+                        let magnitude = t.scratch("isinf", share * HALF);
+                        let mask = t.scratch("isinf", share);
+                        drop((magnitude, mask));
+                    }
+                });
+            }
+            // The norm of a gradient is taken in float64.
+            let largest = params.iter().filter(|p| p.trained).map(|p| self.share_of(p.elements));
+            drop(t.scratch("gradient in float64", largest.max().unwrap_or(0) * 8));
+            for group in &groups {
+                let flat = t.scratch("flat gradient", group * HALF);
+                let wide = t.alloc("float32 gradient", group * F32, Class::Gradient);
+                drop(flat);
+                self.share.borrow_mut().clear();
+                if group == groups.last().unwrap_or(&0) {
+                    self.update(t);
+                }
+                drop(wide);
+            }
+        }
+        self.share.borrow_mut().clear();
+        for p in params {
+            *p.grad.borrow_mut() = None;
+        }
+    }
+}
+
+impl Engine for DeepSpeed {
+    fn fetch(&self, t: &Tape, params: &[Rc<Param>], _forward: bool) {
+        if self.zero.stage < 3 || self.ranks == 1 && !self.zero.offload_param {
+            return;
+        }
+        for p in params {
+            if p.data.borrow().is_none() {
+                let bytes = self.share_of(p.elements) * self.ranks * HALF;
+                let gather = || t.alloc("gathered weight", bytes, Class::Weight);
+                *p.data.borrow_mut() = Some(t.on_stream(GATHER, gather));
+            }
+        }
+    }
+
+    fn release(&self, _t: &Tape, params: &[Rc<Param>], forward: bool) {
+        if self.zero.stage < 3 || self.ranks == 1 && !self.zero.offload_param {
+            return;
+        }
+        for p in params {
+            let again = 2 * self.distance.borrow()[p.index] + p.elements;
+            let soon = forward && again <= REUSE_DISTANCE;
+            if !self.persists(p) && !soon {
+                *p.data.borrow_mut() = None;
+            }
+        }
+    }
+
+    fn saved_weight_stays(&self) -> bool {
+        !(self.zero.stage == 3 && self.zero.zero_init)
+    }
+
+    fn gradient_ready(&self, t: &Tape, param: &Rc<Param>) {
+        let elements = param.elements;
+        match self.zero.stage {
+            3 => {
+                if self.bucket.get() + elements > self.zero.reduce_bucket_size
+                    || !self.waiting.borrow().is_empty()
+                {
+                    self.flush(t);
+                }
+                if elements > self.zero.reduce_bucket_size {
+                    self.waiting.borrow_mut().push(param.clone());
+                } else {
+                    self.bucket.set(self.bucket.get() + elements);
+                    *param.grad.borrow_mut() = None;
+                }
+            }
+            2 => {
+                if self.bucket.get() + elements > self.zero.reduce_bucket_size
+                    || !self.waiting.borrow().is_empty()
+                {
+                    self.flush(t);
+                }
+                if self.share.borrow().is_empty() && !self.zero.offload_optimizer {
+                    let bytes = self.share_of(self.trained) * HALF;
+                    let share = t.alloc("gradient share", bytes, Class::Gradient);
+                    self.share.borrow_mut().push(share);
+                }
+                if elements > self.zero.reduce_bucket_size {
+                    self.waiting.borrow_mut().push(param.clone());
+                } else {
+                    self.bucket.set(self.bucket.get() + elements);
+                    *param.grad.borrow_mut() = None;
+                }
+            }
+            // Stages 0 and 1 keep whole gradients until the step.
+            _ => {}
+        }
+    }
+}
