@@ -5,6 +5,7 @@
 //! no autocast. Figures below: P parameters, N ranks.
 
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::rc::Rc;
 
 use plimsoll_program::Class;
@@ -20,8 +21,8 @@ const REDUCE: u8 = 2;
 /// Bytes of the engine's 16-bit type.
 const HALF: u64 = 2;
 const F32: u64 = 4;
-/// `stage3_max_reuse_distance`, elements.
-const REUSE_DISTANCE: u64 = 1_000_000_000;
+/// `stage3_max_live_parameters` and `stage3_max_reuse_distance`, elements.
+const MAX_LIVE: u64 = 1_000_000_000;
 /// `sub_group_size`, elements of a rank's share that are updated at a time.
 const SUB_GROUP: u64 = 1_000_000_000;
 
@@ -33,8 +34,19 @@ pub struct DeepSpeed {
     total: u64,
     trained: u64,
     largest: u64,
-    /// Elements from the end of the model to the end of a parameter, for reuse distances.
-    distance: RefCell<Vec<u64>>,
+    params: Vec<Rc<Param>>,
+    /// Uses of parameters in the order of the first step, which the prefetcher follows.
+    order: RefCell<Vec<usize>>,
+    /// The first step has been recorded.
+    traced: Cell<bool>,
+    /// The next use that is neither in progress nor prefetched.
+    queue: Cell<usize>,
+    /// The use that is in progress.
+    position: Cell<usize>,
+    /// Gathered elements.
+    available: Cell<u64>,
+    /// Released, but recorded on the compute stream, which the host is ahead of.
+    pending: RefCell<VecDeque<(Mem, u64)>>,
     bucket: Cell<u64>,
     /// Gradients too large for the bucket that wait for their turn.
     waiting: RefCell<Vec<Rc<Param>>>,
@@ -56,7 +68,13 @@ impl DeepSpeed {
             total: 0,
             trained: 0,
             largest: 0,
-            distance: RefCell::default(),
+            params: Vec::new(),
+            order: RefCell::default(),
+            traced: Cell::new(false),
+            queue: Cell::new(0),
+            position: Cell::new(0),
+            available: Cell::new(0),
+            pending: RefCell::default(),
             bucket: Cell::new(0),
             waiting: RefCell::default(),
             buffers: RefCell::default(),
@@ -73,15 +91,7 @@ impl DeepSpeed {
         self.total = params.iter().map(|p| p.elements).sum();
         self.trained = params.iter().filter(|p| p.trained).map(|p| p.elements).sum();
         self.largest = params.iter().map(|p| p.elements).max().unwrap_or(0);
-        // Forward runs in order of creation: what comes after a parameter is used before
-        // its own backward, and gathered again on the way.
-        let mut after = vec![0; params.len()];
-        let mut sum = 0;
-        for param in params.iter().rev() {
-            after[param.index] = sum;
-            sum += param.elements;
-        }
-        *self.distance.borrow_mut() = after;
+        self.params = params.to_vec();
     }
 
     fn persists(&self, param: &Param) -> bool {
@@ -270,6 +280,14 @@ impl DeepSpeed {
     /// `optimizer.step()` of the wrapped optimizer.
     pub fn step(&self, t: &Tape, params: &[Rc<Param>]) {
         t.enter("optimizer".into());
+        // `_partition_all_parameters`; reading the overflow flag waits for the device.
+        for p in self.params.iter().filter(|p| self.gathers() && !self.persists(p)) {
+            *p.data.borrow_mut() = None;
+        }
+        self.pending.borrow_mut().clear();
+        self.available.set(0);
+        self.position.set(0);
+        self.queue.set(0);
         let groups = self.sub_groups.borrow().clone();
         let share: u64 = groups.iter().sum();
         if !self.zero.offload_optimizer {
@@ -301,32 +319,100 @@ impl DeepSpeed {
         for p in params {
             *p.grad.borrow_mut() = None;
         }
+        self.traced.set(true);
+    }
+}
+
+impl DeepSpeed {
+    /// Whether parameters come and go.
+    fn gathers(&self) -> bool {
+        self.zero.stage == 3 && (self.ranks > 1 || self.zero.offload_param)
+    }
+
+    fn gather(&self, t: &Tape, p: &Param) {
+        let bytes = self.share_of(p.elements) * self.ranks * HALF;
+        let gather = || t.alloc("gathered weight", bytes, Class::Weight);
+        *p.data.borrow_mut() = Some(t.on_stream(GATHER, gather));
+        self.available.set(self.available.get() + p.elements);
+    }
+
+    /// Gathers what comes next: at least a bucket for each module, until as much is live as
+    /// `stage3_max_live_parameters` allows. Modules are called faster than they use up a
+    /// bucket each, so the limit is where it settles.
+    fn prefetch(&self, t: &Tape) {
+        let order = self.order.borrow();
+        let room = MAX_LIVE.saturating_sub(self.available.get());
+        let wanted = room.min(self.zero.prefetch_bucket_size);
+        let mut fetched = 0;
+        while fetched < wanted && self.queue.get() < order.len() {
+            let p = &self.params[order[self.queue.get()]];
+            self.queue.set(self.queue.get() + 1);
+            if p.data.borrow().is_none() {
+                self.gather(t, p);
+                fetched += p.elements;
+            }
+        }
+    }
+
+    /// Whether a parameter is used again within `stage3_max_reuse_distance`, or was passed
+    /// by the prefetcher because it was there.
+    fn used_soon(&self, p: &Param) -> bool {
+        let order = self.order.borrow();
+        let mut passed = 0;
+        for (at, &index) in order.iter().enumerate().skip(self.position.get()) {
+            if passed >= MAX_LIVE && at >= self.queue.get() {
+                return false;
+            }
+            if index == p.index {
+                return true;
+            }
+            passed += self.params[index].elements;
+        }
+        false
     }
 }
 
 impl Engine for DeepSpeed {
     fn fetch(&self, t: &Tape, params: &[Rc<Param>], _forward: bool) {
-        if self.zero.stage < 3 || self.ranks == 1 && !self.zero.offload_param {
+        if !self.gathers() {
             return;
         }
-        for p in params {
+        for p in params.iter().filter(|p| !self.persists(p)) {
             if p.data.borrow().is_none() {
-                let bytes = self.share_of(p.elements) * self.ranks * HALF;
-                let gather = || t.alloc("gathered weight", bytes, Class::Weight);
-                *p.data.borrow_mut() = Some(t.on_stream(GATHER, gather));
+                self.gather(t, p);
             }
+            if !self.traced.get() {
+                self.order.borrow_mut().push(p.index);
+                continue;
+            }
+            self.position.set(self.position.get() + 1);
+            self.queue.set(self.queue.get().max(self.position.get()));
+        }
+        if self.traced.get() {
+            self.prefetch(t);
         }
     }
 
-    fn release(&self, _t: &Tape, params: &[Rc<Param>], forward: bool) {
-        if self.zero.stage < 3 || self.ranks == 1 && !self.zero.offload_param {
+    fn release(&self, t: &Tape, params: &[Rc<Param>], _forward: bool) {
+        if !self.gathers() {
             return;
         }
-        for p in params {
-            let again = 2 * self.distance.borrow()[p.index] + p.elements;
-            let soon = forward && again <= REUSE_DISTANCE;
-            if !self.persists(p) && !soon {
-                *p.data.borrow_mut() = None;
+        for p in params.iter().filter(|p| !self.persists(p)) {
+            if self.traced.get() && self.used_soon(p) {
+                continue;
+            }
+            let Some(mem) = p.data.borrow_mut().take() else { continue };
+            self.available.set(self.available.get() - p.elements);
+            // `record_stream`: nothing waits for the compute stream but the allocator,
+            // and the host is as far ahead of it as the prefetcher is allowed to be.
+            if Rc::strong_count(&mem) == 1 {
+                t.record_stream(&mem);
+                let mut pending = self.pending.borrow_mut();
+                pending.push_back((mem, p.elements));
+                let mut total: u64 = pending.iter().map(|p| p.1).sum();
+                while total > MAX_LIVE {
+                    total -= pending.pop_front().map_or(0, |p| p.1);
+                }
             }
         }
     }

@@ -85,17 +85,18 @@ pub fn head_and_loss(
             drop(hidden);
             let wide = cast(t, &logits, F32, "logits.float()");
             drop(logits);
+            let shifted = shift(t, &wide, shape);
             let loss = t.activation("loss", rows * F32);
             let lse = t.activation("logsumexp", rows * F32);
-            let saved = (wide.mem.clone(), lse);
-            let inputs = vec![wide.edge.clone()];
-            drop(wide);
+            let saved = (shifted.mem.clone(), lse);
+            let inputs = vec![shifted.edge.clone()];
+            drop(shifted);
             let loss = t.result("cross entropy", (loss, rows, F32), inputs, move |_, g| {
                 let (logits, _) = saved;
                 drop(g);
                 vec![Some(logits)]
             });
-            (loss, Vec::new())
+            (loss, vec![wide])
         }
         LossPath::NativeLogits { chunks, upcast } => {
             let logits = linear(t, types, &hidden, head, "logits");

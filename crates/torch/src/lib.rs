@@ -19,7 +19,7 @@ mod trace;
 
 pub use allocator::{AllocatorConfig, BlockId, CachingAllocator, OutOfMemory, Stat, Stats};
 pub use recipe::{
-    Attention, Bnb4bit, Checkpointing, Fsdp, Lora, Method, Modules, Optim, Precision, RecipeError,
+    Attention, Bnb4bit, Checkpointing, Fsdp, Liger, Lora, Method, Modules, Optim, Precision, RecipeError,
     TorchRecipe, Version, Zero,
 };
 pub use simulate::{CudaDevice, Run, simulate};

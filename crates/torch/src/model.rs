@@ -260,7 +260,7 @@ impl Net {
 
     fn loss_path(&self) -> LossPath {
         let recipe = &self.recipe;
-        if recipe.liger {
+        if recipe.liger.fused_linear_cross_entropy {
             return LossPath::Liger { in_place: recipe.liger_version >= Version(0, 5) };
         }
         match recipe.modules {
@@ -276,7 +276,7 @@ impl Net {
     }
 
     fn norm(&self, t: &Tape, x: &Var, weight: &Rc<Param>, columns: u64) -> Var {
-        if self.recipe.liger {
+        if self.recipe.liger.rms_norm {
             liger_rms_norm(t, x, weight, columns, self.programs)
         } else {
             rms_norm(t, x, weight, columns)
@@ -380,7 +380,7 @@ impl Net {
         let up = linear(t, types, &normed, &layer.up, "up_proj");
         drop(normed);
         let product =
-            if self.recipe.liger { liger_swiglu(t, gate, up) } else { swiglu(t, gate, up) };
+            if self.recipe.liger.swiglu { liger_swiglu(t, gate, up) } else { swiglu(t, gate, up) };
         let down = linear(t, types, &product, &layer.down, "down_proj");
         drop(product);
         add(t, &residual, &down, "residual")
@@ -406,7 +406,7 @@ impl Net {
             None => self.rotary_tables(t, width),
         };
         let rotated = |x: Var| {
-            if recipe.liger {
+            if recipe.liger.rope {
                 liger_rotary(t, x, &tables)
             } else {
                 rotary(t, x, &tables, width)

@@ -160,6 +160,27 @@ pub struct Fsdp {
     pub cpu_offload: bool,
 }
 
+/// Which of Liger's kernels are in place.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Liger {
+    pub rms_norm: bool,
+    pub rope: bool,
+    pub swiglu: bool,
+    pub fused_linear_cross_entropy: bool,
+}
+
+impl Liger {
+    /// `apply_liger_kernel_to_llama(model=model)`.
+    pub const ALL: Liger =
+        Liger { rms_norm: true, rope: true, swiglu: true, fused_linear_cross_entropy: true };
+    /// Applied to classes after the model was built: its norms and MLPs are instances of
+    /// the old ones, while the functions of rotation and loss are replaced.
+    pub const FUNCTIONS: Liger =
+        Liger { rms_norm: false, rope: true, swiglu: false, fused_linear_cross_entropy: true };
+    pub const NONE: Liger =
+        Liger { rms_norm: false, rope: false, swiglu: false, fused_linear_cross_entropy: false };
+}
+
 /// Who runs the loop, and with which modules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -183,7 +204,7 @@ pub struct TorchRecipe {
     pub quant: Option<Bnb4bit>,
     pub optim: Optim,
     pub gradient_checkpointing: Option<Checkpointing>,
-    pub liger: bool,
+    pub liger: Liger,
     pub attention: Attention,
     /// The batch has padding, so attention gets a mask.
     pub padded: bool,
@@ -210,7 +231,7 @@ impl TorchRecipe {
             quant: None,
             optim: Optim::AdamWFused,
             gradient_checkpointing: None,
-            liger: false,
+            liger: Liger::NONE,
             attention: Attention::Sdpa,
             padded: false,
             compile: false,
@@ -319,7 +340,7 @@ impl TorchRecipe {
                 return Err(too_long("lora-rank", lora.r, arch.hidden_size as u64));
             }
         }
-        if self.modules != Modules::Transformers && self.liger && self.modules != Modules::Fms {
+        if matches!(self.modules, Modules::Litgpt | Modules::Torchtune) && self.liger != Liger::NONE {
             return conflict("--liger", "this trainer", "it has losses and norms of its own");
         }
         Ok(())

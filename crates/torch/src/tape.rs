@@ -172,6 +172,12 @@ impl Tape {
         self.alloc(label, bytes, Class::Workspace)
     }
 
+    /// `tensor.record_stream(...)` on the last reference: the bytes stop counting as
+    /// allocated, and stay active until the reference is dropped.
+    pub fn record_stream(&self, mem: &Mem) {
+        self.record(Event::FreeRecorded(mem.id));
+    }
+
     pub fn record(&self, event: Event) {
         self.recorder.borrow_mut().events.push(event);
     }
@@ -193,10 +199,6 @@ impl Tape {
 
     fn op(&self, label: &'static str) {
         self.record(Event::Op { label, scope: self.scope.get() });
-    }
-
-    pub fn grad_enabled(&self) -> bool {
-        self.grad_enabled.get()
     }
 
     /// Runs code without a graph.

@@ -29,6 +29,8 @@ pub enum Event {
     Op { label: &'static str, scope: u32 },
     Alloc(u32),
     Free(u32),
+    /// Freed, but recorded on another stream: active until [`Event::Free`].
+    FreeRecorded(u32),
     /// `torch.cuda.empty_cache()`.
     EmptyCache,
     /// `torch.cuda.reset_peak_memory_stats()`.
@@ -99,6 +101,7 @@ impl Trace {
     pub fn replay(&self, config: &AllocatorConfig) -> Replay {
         let mut allocator = CachingAllocator::new(config.clone());
         let mut blocks: Vec<Option<BlockId>> = vec![None; self.tensors.len()];
+        let mut recorded = vec![false; self.tensors.len()];
         let mut replay = Replay::default();
         let (mut label, mut scope) = ("", u32::MAX);
         let mut peak = 0;
@@ -122,7 +125,17 @@ impl Trace {
                 }
                 Event::Free(id) => {
                     if let Some(block) = blocks[id as usize].take() {
-                        allocator.free(block);
+                        if recorded[id as usize] {
+                            allocator.finish(block);
+                        } else {
+                            allocator.free(block);
+                        }
+                    }
+                }
+                Event::FreeRecorded(id) => {
+                    if let Some(block) = blocks[id as usize] {
+                        recorded[id as usize] = true;
+                        allocator.free_recorded(block);
                     }
                 }
                 Event::EmptyCache => allocator.empty_cache(),

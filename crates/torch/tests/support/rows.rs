@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_arch::{Architecture, preset};
 use plimsoll_torch::{
-    AllocatorConfig, Bnb4bit, Checkpointing, CudaDevice, Fsdp, Lora, Method, Modules, Optim,
+    AllocatorConfig, Bnb4bit, Checkpointing, CudaDevice, Fsdp, Liger, Lora, Method, Modules, Optim,
     Precision, TorchRecipe, Version, Zero, simulate,
 };
 use serde_json::Value;
@@ -151,7 +151,7 @@ fn h200(measured: &Path, rows: &mut Vec<Row>, left_out: &mut Vec<String>) {
             }
             name = format!("{} generate {}", text("model"), text("precision"));
         } else {
-            recipe.liger = flag("liger");
+            recipe.liger = if flag("liger") { Liger::ALL } else { Liger::NONE };
             recipe.compile = flag("compile");
             recipe.gradient_checkpointing =
                 flag("ckpt").then_some(Checkpointing { use_reentrant: false });
@@ -171,7 +171,7 @@ fn h200(measured: &Path, rows: &mut Vec<Row>, left_out: &mut Vec<String>) {
                 text("model"),
                 text("mode"),
                 number("bs"),
-                if recipe.liger { " liger" } else { "" },
+                if flag("liger") { " liger" } else { "" },
                 if flag("ckpt") { " ckpt" } else { "" },
                 if recipe.compile { " compile" } else { "" }
             );
@@ -196,7 +196,7 @@ fn fsdp(measured: &Path, rows: &mut Vec<Row>) {
     for v in json_lines(&measured.join("fsdp_h200x2.jsonl")) {
         let flag = |k: &str| v[k].as_bool().unwrap_or(false);
         let mut recipe = TorchRecipe::new(v["bs"].as_u64().unwrap_or(1), 2048);
-        recipe.liger = true;
+        recipe.liger = Liger::ALL;
         recipe.gpus = 2;
         recipe.max_grad_norm = false;
         recipe.gradient_checkpointing =
@@ -227,7 +227,8 @@ fn seed_recipe(stage: u8, offload: bool, ckpt: bool, liger: bool, gpus: u64) -> 
     recipe.torch = Version(2, 2);
     recipe.liger_version = Version(0, 4);
     recipe.padded = true;
-    recipe.liger = liger;
+    // Norms and MLPs stay eager: the slope of the runs without checkpointing is theirs.
+    recipe.liger = if liger { Liger::FUNCTIONS } else { Liger::NONE };
     recipe.gpus = gpus;
     recipe.gradient_checkpointing = ckpt.then_some(Checkpointing { use_reentrant: true });
     recipe.zero = Some(Zero { offload_optimizer: offload, ..Zero::stage(stage) });
@@ -306,7 +307,8 @@ fn public(measured: &Path, rows: &mut Vec<Row>, left_out: &mut Vec<String>) {
                 recipe.gradient_checkpointing = Some(Checkpointing { use_reentrant: true });
                 recipe.optim = Optim::AdamWForeach;
                 if f[11] == "liger FLCE" {
-                    recipe.liger = true;
+                    recipe.liger =
+                        Liger { fused_linear_cross_entropy: true, ..Liger::NONE };
                 }
                 recipe.modules = Modules::Fms;
                 let qkvo = ["q_proj", "k_proj", "v_proj", "o_proj"];
