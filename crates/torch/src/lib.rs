@@ -6,18 +6,23 @@
 //! fitted to a measurement: every term is something that the stack's source allocates.
 
 mod allocator;
+mod config;
 mod deepspeed;
+mod device;
 mod fsdp;
 mod head;
 mod model;
 mod nn;
 mod optimizer;
+mod plan;
 mod recipe;
 mod simulate;
 mod tape;
 mod trace;
 
 pub use allocator::{AllocatorConfig, BlockId, CachingAllocator, OutOfMemory, Stat, Stats};
+pub use config::{Config, ConfigError, Kind, YamlError};
+pub use plan::{OutOfMemoryAt, Room, StepTimeline, TorchReport, plan};
 pub use recipe::{
     Attention, Bnb4bit, Checkpointing, Fsdp, Liger, Lora, Method, Modules, Optim, Precision, RecipeError,
     TorchRecipe, Version, Zero,

@@ -105,6 +105,33 @@ pub enum Optim {
     Sgd,
 }
 
+impl Optim {
+    /// An optimizer by the name that `TrainingArguments.optim` has for it.
+    ///
+    /// # Errors
+    /// No name of an optimizer whose memory is known.
+    pub fn named(name: &str) -> Result<Optim, RecipeError> {
+        Ok(match name.to_lowercase().as_str() {
+            "adamw_torch" | "adamw_hf_foreach" => Optim::AdamWForeach,
+            "adamw_torch_fused" | "adamw_apex_fused" => Optim::AdamWFused,
+            "adamw_hf" | "adamw" => Optim::AdamW,
+            "adamw_8bit" | "adamw_bnb_8bit" | "adamw8bit" => Optim::AdamW8bit,
+            "paged_adamw_32bit" | "paged_adamw" => Optim::PagedAdamW,
+            "paged_adamw_8bit" => Optim::PagedAdamW8bit,
+            "sgd" => Optim::Sgd,
+            _ => {
+                return Err(RecipeError::Value {
+                    option: "optim",
+                    value: name.to_owned(),
+                    problem: "known are adamw_torch, adamw_torch_fused, adamw_hf, adamw_8bit, \
+                              adamw_bnb_8bit, paged_adamw_32bit, paged_adamw_8bit and sgd"
+                        .into(),
+                });
+            }
+        })
+    }
+}
+
 /// `attn_implementation`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
