@@ -92,9 +92,9 @@ impl FullyShard {
         self.gathering.borrow_mut().push((key, flat));
     }
 
-    /// Copies the flat output into parameters. The flat output is kept until the copy of
-    /// the next unit, so that collectives overlap.
-    fn finish_gather(&self, t: &Tape, layer: Option<usize>) {
+    /// Copies the flat output into parameters. In forward the flat output is kept until the
+    /// copy of the next unit, so that collectives overlap; in backward it goes at once.
+    fn finish_gather(&self, t: &Tape, layer: Option<usize>, forward: bool) {
         let unit = self.unit(layer);
         let mut copied = false;
         for p in &unit.params {
@@ -109,7 +109,8 @@ impl FullyShard {
         let key = layer.unwrap_or(usize::MAX);
         let mut gathering = self.gathering.borrow_mut();
         if let Some(at) = gathering.iter().position(|(k, _)| *k == key) {
-            *self.copied.borrow_mut() = Some(gathering.remove(at).1);
+            let flat = gathering.remove(at).1;
+            *self.copied.borrow_mut() = forward.then_some(flat);
         }
     }
 
@@ -142,7 +143,7 @@ impl FullyShard {
 
     pub fn before_forward(&self, t: &Tape) {
         self.start_gather(t, None);
-        self.finish_gather(t, None);
+        self.finish_gather(t, None, true);
     }
 
     pub fn after_forward(&self) {
@@ -152,7 +153,9 @@ impl FullyShard {
     }
 
     pub fn before_backward(&self, t: &Tape) {
-        self.before_forward(t);
+        *self.copied.borrow_mut() = None;
+        self.start_gather(t, None);
+        self.finish_gather(t, None, false);
     }
 
     pub fn after_backward(&self, t: &Tape) {
@@ -180,7 +183,7 @@ impl Engine for FullyShard {
 
     fn before_layer(&self, t: &Tape, layer: usize, forward: bool) {
         self.start_gather(t, Some(layer));
-        self.finish_gather(t, Some(layer));
+        self.finish_gather(t, Some(layer), forward);
         // Backward knows who comes next, and starts its collective now.
         if let Some(next) = layer.checked_sub(1).filter(|_| !forward) {
             self.start_gather(t, Some(next));

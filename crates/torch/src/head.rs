@@ -23,6 +23,9 @@ pub enum LossPath {
     FusedCrossEntropy,
     /// Cross entropy on the logits as they are, in bf16 (litgpt, torchtune).
     NativeLogits { chunks: u64, upcast: bool },
+    /// `torch.compile`: the 16-bit logits are kept, and backward computes the softmax
+    /// again into float32 gradients.
+    Compiled,
     /// `LigerFusedLinearCrossEntropy`; `in_place` from liger-kernel 0.5 on, which adds to
     /// the weight's gradient without copies of a chunk.
     Liger { in_place: bool },
@@ -51,6 +54,23 @@ pub fn head_and_loss(
     match path {
         LossPath::Liger { in_place } => {
             (liger(t, types, hidden, head, shape, in_place), Vec::new())
+        }
+        LossPath::Compiled => {
+            let logits = linear(t, types, &hidden, head, "logits");
+            drop(hidden);
+            let loss = t.activation("loss", F32);
+            let lse = t.activation("logsumexp", rows * F32);
+            let saved = (logits.mem.clone(), lse);
+            let (n, width) = (logits.elements, logits.width);
+            let inputs = vec![logits.edge.clone()];
+            let loss = t.result("cross entropy", (loss, 1, F32), inputs, move |t, g| {
+                let wide = t.scratch("logits gradient in float32", n * F32);
+                drop(saved);
+                let g_x = t.activation("logits gradient", n * width);
+                drop((wide, g));
+                vec![Some(g_x)]
+            });
+            (loss, vec![logits])
         }
         LossPath::FloatLogits => {
             let logits = linear(t, types, &hidden, head, "logits");

@@ -263,6 +263,9 @@ impl Net {
         if recipe.liger.fused_linear_cross_entropy {
             return LossPath::Liger { in_place: recipe.liger_version >= Version(0, 5) };
         }
+        if recipe.compile {
+            return LossPath::Compiled;
+        }
         match recipe.modules {
             Modules::Fms => LossPath::FusedCrossEntropy,
             Modules::Litgpt => LossPath::NativeLogits { chunks: 1, upcast: false },
@@ -275,8 +278,15 @@ impl Net {
         }
     }
 
+    /// Whether a chain of element-wise ops is one kernel that saves its inputs only: Liger
+    /// has such kernels, and Inductor makes them. (What Inductor's partitioner keeps of a
+    /// layer is what these save: the 16-bit inputs of norms, products and attention.)
+    fn fused(&self, liger: bool) -> bool {
+        liger || self.recipe.compile
+    }
+
     fn norm(&self, t: &Tape, x: &Var, weight: &Rc<Param>, columns: u64) -> Var {
-        if self.recipe.liger.rms_norm {
+        if self.fused(self.recipe.liger.rms_norm) {
             liger_rms_norm(t, x, weight, columns, self.programs)
         } else {
             rms_norm(t, x, weight, columns)
@@ -380,7 +390,7 @@ impl Net {
         let up = linear(t, types, &normed, &layer.up, "up_proj");
         drop(normed);
         let product =
-            if self.recipe.liger.swiglu { liger_swiglu(t, gate, up) } else { swiglu(t, gate, up) };
+            if self.fused(self.recipe.liger.swiglu) { liger_swiglu(t, gate, up) } else { swiglu(t, gate, up) };
         let down = linear(t, types, &product, &layer.down, "down_proj");
         drop(product);
         add(t, &residual, &down, "residual")
@@ -406,7 +416,7 @@ impl Net {
             None => self.rotary_tables(t, width),
         };
         let rotated = |x: Var| {
-            if recipe.liger.rope {
+            if self.fused(recipe.liger.rope) {
                 liger_rotary(t, x, &tables)
             } else {
                 rotary(t, x, &tables, width)
