@@ -128,6 +128,8 @@ impl FullyShard {
         if bytes == 0 {
             return;
         }
+        // The input of the unit before is given up first.
+        *self.reducing.borrow_mut() = None;
         let input = t.on_stream(REDUCE, || t.scratch("reduce-scatter input", bytes));
         for p in &unit.params {
             *p.grad.borrow_mut() = None;
@@ -137,7 +139,7 @@ impl FullyShard {
         if !self.how.cpu_offload {
             self.gradients.borrow_mut().push(output);
         }
-        // The input lives until the next unit reduces.
+        // It lives until the next unit reduces.
         *self.reducing.borrow_mut() = Some(input);
     }
 
@@ -159,8 +161,8 @@ impl FullyShard {
     }
 
     pub fn after_backward(&self, t: &Tape) {
-        self.reduce(t, None);
         self.reshard(None);
+        self.reduce(t, None);
         *self.reducing.borrow_mut() = None;
         self.gathering.borrow_mut().clear();
         *self.copied.borrow_mut() = None;

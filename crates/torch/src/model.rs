@@ -388,11 +388,11 @@ impl Net {
         let normed = self.norm(t, &residual, &layer.post_norm, c);
         let gate = linear(t, types, &normed, &layer.gate, "gate_proj");
         let up = linear(t, types, &normed, &layer.up, "up_proj");
-        drop(normed);
         let product =
             if self.fused(self.recipe.liger.swiglu) { liger_swiglu(t, gate, up) } else { swiglu(t, gate, up) };
         let down = linear(t, types, &product, &layer.down, "down_proj");
-        drop(product);
+        // `hidden_states` names the normed input until the MLP returns.
+        drop((product, normed));
         add(t, &residual, &down, "residual")
     }
 
