@@ -281,7 +281,7 @@ impl TorchArgs {
         common: &RecipeArgs,
         from_file: bool,
     ) -> Result<(), Stop> {
-        let sharded_half = self.zero.is_some_and(|z| z > 0);
+        let sharded_half = self.zero.is_some() || recipe.zero.is_some();
         let float32 = self.weights_dtype == Some(Dtype::F32);
         if self.bf16 || self.fp16 || self.autocast {
             let weights16 = match self.weights_dtype {
@@ -306,19 +306,16 @@ impl TorchArgs {
         } else if !from_file {
             recipe.precision = Precision::Pure16;
         }
-        if recipe.zero.is_some() || sharded_half {
-            if recipe.precision == Precision::Float32 && sharded_half {
-                return Err(Stop::Input(
-                    "--zero with float32 weights is not planned: give --bf16 or --fp16".into(),
-                ));
-            }
+        if recipe.precision == Precision::Float32 && sharded_half {
+            return Err(Stop::Input(
+                "--zero with products in float32 is not planned: give --bf16 or --fp16".into(),
+            ));
         }
         Ok(())
     }
 
     fn sharding(&self, recipe: &mut TorchRecipe) -> Result<(), Stop> {
         if let Some(stage) = self.zero {
-            // ZeRO 0 is plain data parallelism under DeepSpeed's name.
             recipe.zero = Some(Zero::stage(stage));
         }
         if self.fsdp || self.no_reshard_after_forward {
@@ -328,7 +325,9 @@ impl TorchArgs {
             });
         }
         let wants = |what: &str| {
-            Err(Stop::Input(format!("{what} belongs to an engine that shards: give --zero or --fsdp")))
+            Err(Stop::Input(format!(
+                "{what} belongs to an engine that shards: give --zero or --fsdp"
+            )))
         };
         match self.offload {
             None | Some(TorchOffload::None) => {}

@@ -29,8 +29,7 @@ const LLAMA: [&str; 6] = ["--stack", "torch", "--model", "llama-3-8b", "--seq", 
 
 #[test]
 fn the_fields_of_a_plan() {
-    let args =
-        [&LLAMA[..], &["--bf16", "--batch", "4", "--liger", "--optim", "adamw_torch_fused"]];
+    let args = [&LLAMA[..], &["--bf16", "--batch", "4", "--liger", "--optim", "adamw_torch_fused"]];
     let plan = json(&args.concat());
     let peak = plan["peak_allocated_bytes"].as_u64().unwrap();
     // Measured: 86,263,156,736.

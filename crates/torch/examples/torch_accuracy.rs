@@ -47,7 +47,10 @@ fn main() {
         );
     }
     let (sets, all) = means(&outcomes);
-    println!("\nmean absolute errors, %\n{:<38}{:>8}{:>10}{:>10}{:>8}", "set", "active", "reserved", "verdicts", "rows");
+    println!(
+        "\nmean absolute errors, %\n{:<38}{:>8}{:>10}{:>10}{:>8}",
+        "set", "active", "reserved", "verdicts", "rows"
+    );
     for (name, m) in sets.iter().chain([(&"all rows", &all)]) {
         println!(
             "{name:<38}{:>8.2}{:>10.2}{:>10.1}{:>8}",

@@ -163,11 +163,7 @@ impl DeepSpeed {
             drop(t.scratch("float32 gradient", largest * F32));
             self.keep(t.alloc("gradient partitions", trained * HALF, Class::Gradient));
         }
-        self.keep(t.alloc(
-            "reduce bucket",
-            self.zero.reduce_bucket_size * HALF,
-            Class::Workspace,
-        ));
+        self.keep(t.alloc("reduce bucket", self.zero.reduce_bucket_size * HALF, Class::Workspace));
         self.set_optimizer(optim);
     }
 
@@ -242,7 +238,7 @@ impl DeepSpeed {
 
     /// Before backward: stages 1 and 2 take their buckets anew each time.
     pub fn before_backward(&self, t: &Tape) {
-        if self.zero.stage == 3 {
+        if self.zero.stage == 3 || self.zero.stage == 0 {
             return;
         }
         let count = if self.zero.overlap_comm { 2 } else { 1 };

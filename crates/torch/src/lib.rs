@@ -24,8 +24,8 @@ pub use allocator::{AllocatorConfig, BlockId, CachingAllocator, OutOfMemory, Sta
 pub use config::{Config, ConfigError, Kind, YamlError};
 pub use plan::{OutOfMemoryAt, Room, StepTimeline, TorchReport, plan};
 pub use recipe::{
-    Attention, Bnb4bit, Checkpointing, Fsdp, Liger, Lora, Method, Modules, Optim, Precision, RecipeError,
-    TorchRecipe, Version, Zero,
+    Attention, Bnb4bit, Checkpointing, Fsdp, Liger, Lora, Method, Modules, Optim, Precision,
+    RecipeError, TorchRecipe, Version, Zero,
 };
 pub use simulate::{CudaDevice, Run, simulate};
 pub use trace::{Event, LiveTensor, Replay, TimelinePoint, Trace, TraceTensor};

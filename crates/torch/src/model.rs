@@ -98,7 +98,14 @@ impl Maker<'_> {
         }
     }
 
-    fn linear(&mut self, layer: usize, name: &str, outputs: usize, inputs: usize, bias: bool) -> Linear {
+    fn linear(
+        &mut self,
+        layer: usize,
+        name: &str,
+        outputs: usize,
+        inputs: usize,
+        bias: bool,
+    ) -> Linear {
         let full_name = format!("layers.{layer}.{name}");
         let four_bit = self.recipe.quant.map(|_| FourBit);
         let (width, trained) = (self.width(), self.full());
@@ -123,7 +130,14 @@ impl Maker<'_> {
             }
         };
         let bias = bias.then(|| self.param(format!("{full_name}.bias"), outputs, width, trained));
-        Linear { weight, bias, outputs: outputs as u64, inputs: inputs as u64, four_bit, lora: None }
+        Linear {
+            weight,
+            bias,
+            outputs: outputs as u64,
+            inputs: inputs as u64,
+            four_bit,
+            lora: None,
+        }
     }
 }
 
@@ -158,9 +172,8 @@ impl Net {
                 let gate = make.linear(l, "mlp.gate_proj", i, c, false);
                 let up = make.linear(l, "mlp.up_proj", i, c, false);
                 let down = make.linear(l, "mlp.down_proj", c, i, false);
-                let mut norm = |name: &str| {
-                    make.param(format!("layers.{l}.{name}.weight"), c, outer, full)
-                };
+                let mut norm =
+                    |name: &str| make.param(format!("layers.{l}.{name}.weight"), c, outer, full);
                 let input_norm = norm("input_layernorm");
                 let post_norm = norm("post_attention_layernorm");
                 Layer { input_norm, post_norm, q_norm, k_norm, q, k, v, o, gate, up, down }
@@ -314,7 +327,8 @@ impl Net {
             mask
         });
         let old = self.recipe.transformers < Version(4, 45);
-        let cache = self.recipe.gradient_checkpointing.is_none() && self.recipe.transformers < Version(5, 0);
+        let cache = self.recipe.gradient_checkpointing.is_none()
+            && self.recipe.transformers < Version(5, 0);
         let shared = Shared {
             tables: (!old).then(|| self.rotary_tables(t, width)),
             mask,
@@ -388,8 +402,11 @@ impl Net {
         let normed = self.norm(t, &residual, &layer.post_norm, c);
         let gate = linear(t, types, &normed, &layer.gate, "gate_proj");
         let up = linear(t, types, &normed, &layer.up, "up_proj");
-        let product =
-            if self.fused(self.recipe.liger.swiglu) { liger_swiglu(t, gate, up) } else { swiglu(t, gate, up) };
+        let product = if self.fused(self.recipe.liger.swiglu) {
+            liger_swiglu(t, gate, up)
+        } else {
+            swiglu(t, gate, up)
+        };
         let down = linear(t, types, &product, &layer.down, "down_proj");
         // `hidden_states` names the normed input until the MLP returns.
         drop((product, normed));
@@ -445,11 +462,8 @@ impl Net {
                     && !recipe.compile
             }
         };
-        let (k, v) = if grouped {
-            (k, v)
-        } else {
-            (repeat_kv(t, k, groups), repeat_kv(t, v, groups))
-        };
+        let (k, v) =
+            if grouped { (k, v) } else { (repeat_kv(t, k, groups), repeat_kv(t, v, groups)) };
         let out = if recipe.attention == Attention::Eager {
             let out = eager_attention(t, types, [&q, &k, &v], shape);
             drop((q, k, v));
@@ -463,8 +477,11 @@ impl Net {
                 half.map_or(x.clone(), |w| cast(t, &x, w, "attention input cast"))
             };
             let repeated = groups > 1 && !grouped;
-            let (q, k, v) =
-                (operand(q, copies), operand(k, copies && !repeated), operand(v, copies && !repeated));
+            let (q, k, v) = (
+                operand(q, copies),
+                operand(k, copies && !repeated),
+                operand(v, copies && !repeated),
+            );
             let kernel = if shared.mask.is_some() || q.width > 2 {
                 Kernel::Efficient
             } else {

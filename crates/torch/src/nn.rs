@@ -115,29 +115,28 @@ fn dense(t: &Tape, types: Types, x: &Var, linear: &Linear, label: &'static str) 
     let mut inputs = vec![x.edge.clone(), edge_of(&linear.weight)];
     inputs.extend(linear.bias.iter().map(edge_of));
     let n_x = x.elements;
-    let result =
-        t.result(label, (out, rows * linear.outputs, width), inputs, move |t, g| {
-            t.engine.clone().fetch(t, &module.params(), false);
-            let g_x = x_wanted.then(|| t.activation(label, n_x * width));
-            let g_w = trained.then(|| {
-                let w = &module.weight;
-                let half = t.alloc("weight gradient", w.elements * width, Class::Gradient);
-                if w.width == width {
-                    return half;
-                }
-                // The cast's backward: the gradient in the parameter's own type.
-                t.alloc("weight gradient", w.bytes(), Class::Gradient)
-            });
-            drop((saved_x, saved_weight));
-            let mut gradients = vec![g_x, g_w];
-            if let Some(bias) = &module.bias {
-                let g_b = || t.alloc("bias gradient", bias.bytes(), Class::Gradient);
-                gradients.push(bias.trained.then(g_b));
+    let result = t.result(label, (out, rows * linear.outputs, width), inputs, move |t, g| {
+        t.engine.clone().fetch(t, &module.params(), false);
+        let g_x = x_wanted.then(|| t.activation(label, n_x * width));
+        let g_w = trained.then(|| {
+            let w = &module.weight;
+            let half = t.alloc("weight gradient", w.elements * width, Class::Gradient);
+            if w.width == width {
+                return half;
             }
-            t.engine.clone().release(t, &module.params(), false);
-            drop(g);
-            gradients
+            // The cast's backward: the gradient in the parameter's own type.
+            t.alloc("weight gradient", w.bytes(), Class::Gradient)
         });
+        drop((saved_x, saved_weight));
+        let mut gradients = vec![g_x, g_w];
+        if let Some(bias) = &module.bias {
+            let g_b = || t.alloc("bias gradient", bias.bytes(), Class::Gradient);
+            gradients.push(bias.trained.then(g_b));
+        }
+        t.engine.clone().release(t, &module.params(), false);
+        drop(g);
+        gradients
+    });
     engine.release(t, &linear.params(), true);
     result
 }
@@ -368,13 +367,7 @@ pub fn rms_norm(t: &Tape, x: &Var, weight: &Rc<Param>, columns: u64) -> Var {
 /// `LigerRMSNormFunction` (liger-kernel 0.8.5): saves the input and one number a row;
 /// backward writes over its incoming gradient. `programs` is the number of partial sums
 /// of the weight's gradient: one for each multiprocessor.
-pub fn liger_rms_norm(
-    t: &Tape,
-    x: &Var,
-    weight: &Rc<Param>,
-    columns: u64,
-    programs: u64,
-) -> Var {
+pub fn liger_rms_norm(t: &Tape, x: &Var, weight: &Rc<Param>, columns: u64, programs: u64) -> Var {
     let engine = t.engine.clone();
     let params = [weight.clone()];
     engine.fetch(t, &params, true);
@@ -523,12 +516,7 @@ pub fn fused_attention(
 }
 
 /// `eager_attention_forward`: scores and probabilities exist, (B, H, T, T).
-pub fn eager_attention(
-    t: &Tape,
-    types: Types,
-    [q, k, v]: [&Var; 3],
-    shape: AttentionShape,
-) -> Var {
+pub fn eager_attention(t: &Tape, types: Types, [q, k, v]: [&Var; 3], shape: AttentionShape) -> Var {
     let AttentionShape { batch, tokens, heads, .. } = shape;
     let scores = batch * heads * tokens * tokens;
     let width = types.autocast.unwrap_or(q.width).min(q.width);

@@ -85,7 +85,9 @@ pub enum Precision {
     /// Weights, gradients and optimizer state in 16 bits.
     Pure16,
     /// Weights in float32 (or, with `weights16`, in 16 bits), products under `torch.autocast`.
-    Autocast16 { weights16: bool },
+    Autocast16 {
+        weights16: bool,
+    },
 }
 
 /// `TrainingArguments.optim`.
@@ -356,9 +358,6 @@ impl TorchRecipe {
                 return conflict("torch.compile", "DeepSpeed", "the hooks of ZeRO break the graph");
             }
         }
-        if self.gpus > 1 && self.zero.is_none() && self.fsdp.is_none() && self.quant.is_none() {
-            // DDP: every rank has everything, and buckets of gradients.
-        }
         if let Method::Lora(lora) = &self.method {
             if lora.r == 0 {
                 return Err(RecipeError::Zero { what: "--lora-rank" });
@@ -367,7 +366,8 @@ impl TorchRecipe {
                 return Err(too_long("lora-rank", lora.r, arch.hidden_size as u64));
             }
         }
-        if matches!(self.modules, Modules::Litgpt | Modules::Torchtune) && self.liger != Liger::NONE {
+        if matches!(self.modules, Modules::Litgpt | Modules::Torchtune) && self.liger != Liger::NONE
+        {
             return conflict("--liger", "this trainer", "it has losses and norms of its own");
         }
         Ok(())

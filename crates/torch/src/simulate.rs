@@ -60,6 +60,12 @@ pub fn simulate(
     if recipe.method == Method::Infer {
         return Ok(generate(arch, recipe, device));
     }
+    let mut recipe = recipe.clone();
+    if let (Some(_), Method::Lora(lora)) = (&recipe.zero, &mut recipe.method) {
+        // The engine turns the whole module into 16 bits.
+        lora.float32 = false;
+    }
+    let recipe = &recipe;
     let net = Rc::new(Net::new(arch, recipe, device.multiprocessors));
     let parameters = arch.parameters() as u64;
     let trainable = net.params.iter().filter(|p| p.trained).map(|p| p.elements).sum();
@@ -71,8 +77,10 @@ pub fn simulate(
         paged_bytes: 0,
     };
     match (&recipe.zero, &recipe.fsdp) {
-        (Some(zero), _) if zero.stage > 0 => {
-            let mut engine = DeepSpeed::new(*zero, recipe.gpus);
+        (Some(zero), _) => {
+            // Stage 0 has the engine's float32 copies, and shares nothing.
+            let ranks = if zero.stage == 0 { 1 } else { recipe.gpus };
+            let mut engine = DeepSpeed::new(*zero, ranks);
             engine.measure(&net.params);
             let engine = Rc::new(engine);
             let t = Tape::new(engine.clone());

@@ -70,6 +70,9 @@ impl Edge {
     }
 }
 
+/// Forward of a block that is run again in backward.
+pub type Block = Rc<dyn Fn(&Tape, Var) -> Var>;
+
 type Backward = Box<dyn FnOnce(&Tape, Mem) -> Vec<Option<Mem>>>;
 
 /// A node of the graph; its backward returns one gradient for each input.
@@ -317,12 +320,7 @@ impl Tape {
     }
 
     /// `torch.utils.checkpoint`: forward without a graph, again with one in backward.
-    pub fn checkpoint(
-        &self,
-        x: Var,
-        reentrant: bool,
-        block: Rc<dyn Fn(&Tape, Var) -> Var>,
-    ) -> Var {
+    pub fn checkpoint(&self, x: Var, reentrant: bool, block: Block) -> Var {
         if !self.traces(&[&x.edge]) {
             return block(self, x);
         }

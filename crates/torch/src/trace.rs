@@ -26,7 +26,10 @@ pub struct TraceTensor {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// A module or an op of backward begins.
-    Op { label: &'static str, scope: u32 },
+    Op {
+        label: &'static str,
+        scope: u32,
+    },
     Alloc(u32),
     Free(u32),
     /// Freed, but recorded on another stream: active until [`Event::Free`].
@@ -169,8 +172,7 @@ impl Trace {
             let name = self.tensor_name(id as u32);
             alive[id].then_some(LiveTensor { name, class: tensor.class, bytes: tensor.bytes })
         };
-        let mut live: Vec<LiveTensor> =
-            self.tensors.iter().enumerate().filter_map(live).collect();
+        let mut live: Vec<LiveTensor> = self.tensors.iter().enumerate().filter_map(live).collect();
         live.sort_by_key(|l| std::cmp::Reverse(l.bytes));
         (self.op_name(label, scope), live)
     }

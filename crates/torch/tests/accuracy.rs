@@ -21,6 +21,9 @@ fn means_over_the_measured_rows() {
     assert!(rows.len() > 2800 && left_out.len() < 20, "{} rows", rows.len());
     let outcomes: Vec<_> = rows.iter().map(|r| r.predict()).collect();
     let (sets, all) = means(&outcomes);
+    for outcome in outcomes.iter().filter(|o| !o.verdict_is_right()) {
+        eprintln!("wrong verdict: {} {}", outcome.set, outcome.name);
+    }
     let check = |name: &str, m: &Means, active: f64, reserved: f64| {
         assert!(m.active_mean() <= active, "{name}: active off by {:.4}", m.active_mean());
         assert!(m.reserved_mean() <= reserved, "{name}: reserved off by {:.4}", m.reserved_mean());

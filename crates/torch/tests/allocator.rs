@@ -244,7 +244,7 @@ fn books_are_kept_under_random_traffic() {
                 let bytes = 1 + (pick % (1 << (pick % 26)));
                 live.push((a.allocate(bytes, (pick % 3) as u8).unwrap(), bytes));
             }
-            if pick % 512 == 0 {
+            if pick.is_multiple_of(512) {
                 a.empty_cache();
             }
             let s = a.stats();

@@ -40,7 +40,8 @@ const ALL: [&str; 7] =
 #[test]
 fn eager_layers_save_49_hidden_states_a_token() {
     let replay = run(&TorchRecipe::new(1, 2048), H200);
-    let (forward, step) = (replay.mark("after_forward").unwrap(), replay.mark("after_step").unwrap());
+    let (forward, step) =
+        (replay.mark("after_forward").unwrap(), replay.mark("after_step").unwrap());
     // Measured on one H200, torch 2.11, transformers 5.17.
     close(forward - step, 62_530_032_128 - 48_248_892_928, 0.002);
     close(replay.stats.allocated.peak, 64_631_361_536, 0.0005);

@@ -114,10 +114,7 @@ fn table(report: &TorchReport) -> String {
         row("memory", memory);
         row(if free < 0 { "missing" } else { "free" }, free.unsigned_abs());
     }
-    text.push_str(&format!(
-        "\nThe most is alive at `{}`. Largest there:\n",
-        report.peak_at
-    ));
+    text.push_str(&format!("\nThe most is alive at `{}`. Largest there:\n", report.peak_at));
     for live in report.largest.iter().take(6) {
         text.push_str(&format!("  {:<48}{:>14}\n", live.name, units::bytes(live.bytes)));
     }

@@ -81,8 +81,15 @@ pub fn apply(keys: &mut Keys, config: &mut Config) -> Result<(), ConfigError> {
                 }
             };
             offload.ignore(&[
-                "pin_memory", "buffer_count", "fast_init", "nvme_path", "buffer_size",
-                "max_in_cpu", "ratio", "pipeline_read", "pipeline_write",
+                "pin_memory",
+                "buffer_count",
+                "fast_init",
+                "nvme_path",
+                "buffer_size",
+                "max_in_cpu",
+                "ratio",
+                "pipeline_read",
+                "pipeline_write",
             ]);
             rests.push(offload);
         }
@@ -90,22 +97,41 @@ pub fn apply(keys: &mut Keys, config: &mut Config) -> Result<(), ConfigError> {
             plan.offload_optimizer = true;
         }
         zero.ignore(&[
-            "allgather_partitions", "allgather_bucket_size", "reduce_scatter",
-            "contiguous_gradients", "round_robin_gradients", "sub_group_size",
+            "allgather_partitions",
+            "allgather_bucket_size",
+            "reduce_scatter",
+            "contiguous_gradients",
+            "round_robin_gradients",
+            "sub_group_size",
             "stage3_gather_16bit_weights_on_model_save",
             "stage3_gather_fp16_weights_on_model_save",
         ]);
-        config.recipe.zero = (stage > 0).then_some(plan);
+        config.recipe.zero = Some(plan);
         rests.push(zero);
+    }
+    if config.recipe.zero.is_none() {
+        config.recipe.zero = Some(Zero::stage(0));
     }
     for rest in rests {
         rest.rest(config);
     }
     keys.ignore(&[
-        "train_batch_size", "steps_per_print", "wall_clock_breakdown", "scheduler",
-        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "prescale_gradients",
-        "communication_data_type", "tensorboard", "wandb", "csv_monitor", "comms_logger",
-        "flops_profiler", "dump_state", "gradient_predivide_factor", "checkpoint",
+        "train_batch_size",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "scheduler",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "prescale_gradients",
+        "communication_data_type",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comms_logger",
+        "flops_profiler",
+        "dump_state",
+        "gradient_predivide_factor",
+        "checkpoint",
     ]);
     Ok(())
 }

@@ -14,28 +14,101 @@ const ALL_LINEAR: [&str; 7] =
 
 /// Keys of TrainingArguments that change no memory of a step.
 const WITHOUT_EFFECT: [&str; 96] = [
-    "output_dir", "overwrite_output_dir", "do_train", "do_eval", "do_predict", "eval_strategy",
-    "evaluation_strategy", "prediction_loss_only", "per_device_eval_batch_size", "eval_delay",
-    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
-    "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio",
-    "warmup_steps", "log_level", "log_level_replica", "log_on_each_node", "logging_dir",
-    "logging_strategy", "logging_first_step", "logging_steps", "logging_nan_inf_filter",
-    "save_strategy", "save_steps", "save_total_limit", "save_safetensors", "save_only_model",
-    "save_on_each_node", "restore_callback_states_from_checkpoint", "no_cuda", "use_cpu",
-    "use_mps_device", "seed", "data_seed", "use_ipex", "local_rank", "ddp_backend",
-    "dataloader_drop_last", "eval_steps", "dataloader_num_workers",
-    "dataloader_prefetch_factor", "past_index", "run_name", "disable_tqdm",
-    "remove_unused_columns", "label_names", "load_best_model_at_end", "metric_for_best_model",
-    "greater_is_better", "ignore_data_skip", "label_smoothing_factor", "length_column_name",
-    "report_to", "ddp_timeout", "dataloader_pin_memory", "dataloader_persistent_workers",
-    "skip_memory_metrics", "push_to_hub", "resume_from_checkpoint", "hub_model_id",
-    "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
-    "include_inputs_for_metrics", "include_for_metrics", "eval_do_concat_batches",
-    "mp_parameters", "full_determinism", "ray_scope", "include_tokens_per_second",
-    "include_num_input_tokens_seen", "batch_eval_metrics", "eval_on_start", "use_legacy_prediction_loop",
-    "eval_use_gather_object", "average_tokens_across_devices", "accelerator_config",
-    "parallelism_config", "jit_mode_eval", "fp16_opt_level", "half_precision_backend",
-    "bf16_full_eval", "fp16_full_eval", "eval_accumulation_steps", "debug", "group_by_length",
+    "output_dir",
+    "overwrite_output_dir",
+    "do_train",
+    "do_eval",
+    "do_predict",
+    "eval_strategy",
+    "evaluation_strategy",
+    "prediction_loss_only",
+    "per_device_eval_batch_size",
+    "eval_delay",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "num_train_epochs",
+    "max_steps",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_ratio",
+    "warmup_steps",
+    "log_level",
+    "log_level_replica",
+    "log_on_each_node",
+    "logging_dir",
+    "logging_strategy",
+    "logging_first_step",
+    "logging_steps",
+    "logging_nan_inf_filter",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "save_safetensors",
+    "save_only_model",
+    "save_on_each_node",
+    "restore_callback_states_from_checkpoint",
+    "no_cuda",
+    "use_cpu",
+    "use_mps_device",
+    "seed",
+    "data_seed",
+    "use_ipex",
+    "local_rank",
+    "ddp_backend",
+    "dataloader_drop_last",
+    "eval_steps",
+    "dataloader_num_workers",
+    "dataloader_prefetch_factor",
+    "past_index",
+    "run_name",
+    "disable_tqdm",
+    "remove_unused_columns",
+    "label_names",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+    "ignore_data_skip",
+    "label_smoothing_factor",
+    "length_column_name",
+    "report_to",
+    "ddp_timeout",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "skip_memory_metrics",
+    "push_to_hub",
+    "resume_from_checkpoint",
+    "hub_model_id",
+    "hub_strategy",
+    "hub_token",
+    "hub_private_repo",
+    "hub_always_push",
+    "hub_revision",
+    "include_inputs_for_metrics",
+    "include_for_metrics",
+    "eval_do_concat_batches",
+    "mp_parameters",
+    "full_determinism",
+    "ray_scope",
+    "include_tokens_per_second",
+    "include_num_input_tokens_seen",
+    "batch_eval_metrics",
+    "eval_on_start",
+    "use_legacy_prediction_loop",
+    "eval_use_gather_object",
+    "average_tokens_across_devices",
+    "accelerator_config",
+    "parallelism_config",
+    "jit_mode_eval",
+    "fp16_opt_level",
+    "half_precision_backend",
+    "bf16_full_eval",
+    "fp16_full_eval",
+    "eval_accumulation_steps",
+    "debug",
+    "group_by_length",
     "project",
 ];
 
@@ -66,10 +139,7 @@ fn common(keys: &mut Keys, config: &mut Config) -> Result<(), ConfigError> {
             ("rms_norm", &mut config.recipe.liger.rms_norm),
             ("rope", &mut config.recipe.liger.rope),
             ("swiglu", &mut config.recipe.liger.swiglu),
-            (
-                "fused_linear_cross_entropy",
-                &mut config.recipe.liger.fused_linear_cross_entropy,
-            ),
+            ("fused_linear_cross_entropy", &mut config.recipe.liger.fused_linear_cross_entropy),
         ] {
             if let Some(on) = liger.flag(key)? {
                 *slot = on;
@@ -109,8 +179,7 @@ fn sharding(keys: &mut Keys, config: &mut Config) -> Result<(), ConfigError> {
         None | Some(Value::Bool(false)) => {}
         Some(Value::Object(map)) => {
             let prefix = "deepspeed.".to_owned();
-            let mut inner =
-                Keys { path: keys.path.clone(), prefix, map, ignored: Vec::new() };
+            let mut inner = Keys { path: keys.path.clone(), prefix, map, ignored: Vec::new() };
             deepspeed::apply(&mut inner, config)?;
             inner.rest(config);
         }
@@ -159,10 +228,20 @@ fn sharding(keys: &mut Keys, config: &mut Config) -> Result<(), ConfigError> {
             config.recipe.gradient_checkpointing = Some(Checkpointing { use_reentrant: false });
         }
         inner.ignore(&[
-            "fsdp_version", "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap",
-            "fsdp_transformer_layer_cls_to_wrap", "fsdp_auto_wrap_policy", "state_dict_type",
-            "fsdp_state_dict_type", "min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt",
-            "cpu_ram_efficient_loading", "sync_module_states",
+            "fsdp_version",
+            "version",
+            "auto_wrap_policy",
+            "transformer_layer_cls_to_wrap",
+            "fsdp_transformer_layer_cls_to_wrap",
+            "fsdp_auto_wrap_policy",
+            "state_dict_type",
+            "fsdp_state_dict_type",
+            "min_num_params",
+            "xla",
+            "xla_fsdp_v2",
+            "xla_fsdp_grad_ckpt",
+            "cpu_ram_efficient_loading",
+            "sync_module_states",
         ]);
         inner.rest(config);
     }
@@ -340,13 +419,13 @@ pub fn axolotl(keys: &mut Keys, config: &mut Config) -> Result<(), ConfigError> 
     precision(config, bf16, fp16, weights);
     let flash = keys.flag("flash_attention")?.unwrap_or(false);
     let eager = keys.flag("eager_attention")?.unwrap_or(false);
-    let sdpa = keys.flag("sdp_attention")?.unwrap_or(false);
+    // SDPA is what it takes where nothing is said.
+    keys.ignore(&["sdp_attention"]);
     config.recipe.attention = match (flash, eager) {
         (true, _) => Attention::FlashAttention2,
         (_, true) => Attention::Eager,
         _ => Attention::Sdpa,
     };
-    let _ = sdpa;
     let packed = keys.flag("sample_packing")?.unwrap_or(false);
     config.recipe.padded = !packed && !flash;
     for (key, kernel) in [
@@ -366,25 +445,60 @@ pub fn axolotl(keys: &mut Keys, config: &mut Config) -> Result<(), ConfigError> 
         };
         *slot = on;
     }
-    if config.recipe.optim == Optim::AdamWForeach {
-        // adamw_torch, as it says.
-    }
     // Its default: PYTORCH_ALLOC_CONF with expandable segments and rounding by sixteenths.
     config.allocator.expandable_segments = true;
     config.allocator.roundup_power2_divisions = 16;
     keys.ignore(&WITHOUT_EFFECT);
     keys.ignore(&[
-        "datasets", "test_datasets", "dataset_prepared_path", "val_set_size", "chat_template",
-        "special_tokens", "tokens", "lr_scheduler", "num_epochs", "wandb_project",
-        "wandb_entity", "wandb_watch", "wandb_name", "wandb_run_id", "wandb_log_model",
-        "mlflow_experiment_name", "train_on_inputs", "model_type", "tokenizer_type",
-        "base_model_config", "tokenizer_config", "is_llama_derived_model", "trust_remote_code",
-        "strict", "pad_to_sequence_len", "lora_alpha", "lora_model_dir", "saves_per_epoch",
-        "evals_per_epoch", "eval_sample_packing", "eval_table_size", "eval_max_new_tokens",
-        "early_stopping_patience", "tf32", "logging_steps", "plugins", "hub_model_id",
-        "shuffle_merged_datasets", "lora_fan_in_fan_out", "cosine_min_lr_ratio", "seed",
-        "loss_watchdog_threshold", "loss_watchdog_patience", "xformers_attention",
-        "save_first_step", "dataset_processes", "adam_beta2", "adam_epsilon", "rl",
+        "datasets",
+        "test_datasets",
+        "dataset_prepared_path",
+        "val_set_size",
+        "chat_template",
+        "special_tokens",
+        "tokens",
+        "lr_scheduler",
+        "num_epochs",
+        "wandb_project",
+        "wandb_entity",
+        "wandb_watch",
+        "wandb_name",
+        "wandb_run_id",
+        "wandb_log_model",
+        "mlflow_experiment_name",
+        "train_on_inputs",
+        "model_type",
+        "tokenizer_type",
+        "base_model_config",
+        "tokenizer_config",
+        "is_llama_derived_model",
+        "trust_remote_code",
+        "strict",
+        "pad_to_sequence_len",
+        "lora_alpha",
+        "lora_model_dir",
+        "saves_per_epoch",
+        "evals_per_epoch",
+        "eval_sample_packing",
+        "eval_table_size",
+        "eval_max_new_tokens",
+        "early_stopping_patience",
+        "tf32",
+        "logging_steps",
+        "plugins",
+        "hub_model_id",
+        "shuffle_merged_datasets",
+        "lora_fan_in_fan_out",
+        "cosine_min_lr_ratio",
+        "seed",
+        "loss_watchdog_threshold",
+        "loss_watchdog_patience",
+        "xformers_attention",
+        "save_first_step",
+        "dataset_processes",
+        "adam_beta2",
+        "adam_epsilon",
+        "rl",
     ]);
     Ok(())
 }
@@ -466,11 +580,30 @@ pub fn llama_factory(keys: &mut Keys, config: &mut Config) -> Result<(), ConfigE
     config.recipe.padded = !packed && config.recipe.attention != Attention::FlashAttention2;
     keys.ignore(&WITHOUT_EFFECT);
     keys.ignore(&[
-        "stage", "dataset", "dataset_dir", "eval_dataset", "template", "max_samples",
-        "overwrite_cache", "preprocessing_num_workers", "plot_loss", "val_size", "lora_alpha",
-        "adapter_name_or_path", "trust_remote_code", "quantization_method", "tokenized_path",
-        "image_max_pixels", "video_max_pixels", "mask_history", "train_on_prompt", "streaming",
-        "cache_dir", "hf_hub_token", "use_fast_tokenizer", "upcast_layernorm",
+        "stage",
+        "dataset",
+        "dataset_dir",
+        "eval_dataset",
+        "template",
+        "max_samples",
+        "overwrite_cache",
+        "preprocessing_num_workers",
+        "plot_loss",
+        "val_size",
+        "lora_alpha",
+        "adapter_name_or_path",
+        "trust_remote_code",
+        "quantization_method",
+        "tokenized_path",
+        "image_max_pixels",
+        "video_max_pixels",
+        "mask_history",
+        "train_on_prompt",
+        "streaming",
+        "cache_dir",
+        "hf_hub_token",
+        "use_fast_tokenizer",
+        "upcast_layernorm",
     ]);
     Ok(())
 }

@@ -75,8 +75,7 @@ impl Outcome {
 impl Row {
     pub fn predict(&self) -> Outcome {
         let run = simulate(&self.arch, &self.recipe, self.gpu.device).expect("a legal recipe");
-        let config =
-            AllocatorConfig { limit: Some(self.gpu.usable), ..self.allocator.clone() };
+        let config = AllocatorConfig { limit: Some(self.gpu.usable), ..self.allocator.clone() };
         let mut replay = run.trace.replay(&config);
         let fits = replay.out_of_memory.is_none();
         if !fits {
@@ -102,7 +101,7 @@ pub fn shared() -> Option<PathBuf> {
 /// Every row, and in words which are left out and why.
 pub fn all_rows(measured: &Path) -> (Vec<Row>, Vec<String>) {
     let (mut rows, mut left_out) = (Vec::new(), Vec::new());
-    h200(measured, &mut rows, &mut left_out);
+    h200(measured, &mut rows);
     fsdp(measured, &mut rows);
     seed(measured, &mut rows);
     public(measured, &mut rows, &mut left_out);
@@ -128,7 +127,7 @@ const ALL_LINEAR: [&str; 7] =
     ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
 
 /// `torch_baseline.py`: a plain loop, no autocast except in the amp rows.
-fn h200(measured: &Path, rows: &mut Vec<Row>, left_out: &mut Vec<String>) {
+fn h200(measured: &Path, rows: &mut Vec<Row>) {
     for v in json_lines(&measured.join("torch_h200.jsonl")) {
         let text = |k: &str| v[k].as_str().unwrap_or("").to_owned();
         let number = |k: &str| v[k].as_u64().unwrap_or(0);
@@ -176,7 +175,6 @@ fn h200(measured: &Path, rows: &mut Vec<Row>, left_out: &mut Vec<String>) {
                 if recipe.compile { " compile" } else { "" }
             );
         }
-        let _ = &left_out;
         rows.push(Row {
             set: "h200",
             name,
@@ -236,8 +234,7 @@ fn seed_recipe(stage: u8, offload: bool, ckpt: bool, liger: bool, gpus: u64) -> 
 }
 
 fn seed(measured: &Path, rows: &mut Vec<Row>) {
-    let expandable =
-        || AllocatorConfig { expandable_segments: true, ..AllocatorConfig::default() };
+    let expandable = || AllocatorConfig { expandable_segments: true, ..AllocatorConfig::default() };
     // file, stage, offload, checkpointing, liger, by sequence
     let files = [
         ("qwen0.5b_seq_zero3", 3, false, false, false, true),
@@ -307,8 +304,7 @@ fn public(measured: &Path, rows: &mut Vec<Row>, left_out: &mut Vec<String>) {
                 recipe.gradient_checkpointing = Some(Checkpointing { use_reentrant: true });
                 recipe.optim = Optim::AdamWForeach;
                 if f[11] == "liger FLCE" {
-                    recipe.liger =
-                        Liger { fused_linear_cross_entropy: true, ..Liger::NONE };
+                    recipe.liger = Liger { fused_linear_cross_entropy: true, ..Liger::NONE };
                 }
                 recipe.modules = Modules::Fms;
                 let qkvo = ["q_proj", "k_proj", "v_proj", "o_proj"];
@@ -343,8 +339,10 @@ fn public(measured: &Path, rows: &mut Vec<Row>, left_out: &mut Vec<String>) {
                 let why = match (id, model) {
                     ("C1", "Llama-2-13B") => "no preset of that shape",
                     ("C1", _) => "no Llama-family architecture (LayerNorm, parallel residual)",
-                    _ => "each row adds an option to the one before; gradient checkpointing, \
-                          packing and token counts of the unpacked rows are not stated",
+                    _ => {
+                        "each row adds an option to the one before; gradient checkpointing, \
+                          packing and token counts of the unpacked rows are not stated"
+                    }
                 };
                 left_out.push(format!("{name}: {why}"));
                 continue;
