@@ -161,9 +161,11 @@ impl DeepSpeed {
             // `initialize_optimizer_states` takes a float32 gradient and makes no state yet.
             let largest = self.sub_groups.borrow().iter().copied().max().unwrap_or(0);
             drop(t.scratch("float32 gradient", largest * F32));
-            self.keep(t.alloc("gradient partitions", trained * HALF, Class::Gradient));
         }
         self.keep(t.alloc("reduce bucket", self.zero.reduce_bucket_size * HALF, Class::Workspace));
+        if !host {
+            self.keep(t.alloc("gradient partitions", trained * HALF, Class::Gradient));
+        }
         self.set_optimizer(optim);
     }
 
