@@ -34,8 +34,17 @@ pub enum TorchOffload {
     /// `offload_optimizer`: masters and state of the optimizer.
     Optimizer,
     /// `offload_optimizer` and `offload_param` (ZeRO 3), or FSDP's `CPUOffloadPolicy`.
-    #[value(name = "optimizer+params")]
-    OptimizerParams,
+    #[value(name = "optimizer+weights", alias = "optimizer+params")]
+    OptimizerWeights,
+}
+
+/// How the run is divided, from whichever options say it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Division {
+    ranks: Option<u64>,
+    stage: Option<u8>,
+    /// Optimizer, weights.
+    offload: Option<(bool, bool)>,
 }
 
 #[derive(Clone, Debug, Default, Args)]
@@ -156,6 +165,15 @@ impl TorchArgs {
         given.into_iter().find(|g| g.1).map(|g| g.0)
     }
 
+    fn division(&self) -> Division {
+        let offload = match self.offload {
+            None | Some(TorchOffload::None) => None,
+            Some(TorchOffload::Optimizer) => Some((true, false)),
+            Some(TorchOffload::OptimizerWeights) => Some((true, true)),
+        };
+        Division { ranks: self.gpus, stage: self.zero, offload }
+    }
+
     /// What a configuration file says, then what the command line says.
     ///
     /// # Errors
@@ -217,8 +235,9 @@ impl TorchArgs {
         }
         recipe.padded |= self.padded;
         recipe.compile |= self.compile;
-        recipe.gpus = self.gpus.unwrap_or(recipe.gpus);
-        self.sharding(&mut recipe)?;
+        let division = self.division();
+        recipe.gpus = division.ranks.unwrap_or(recipe.gpus);
+        self.sharding(&mut recipe, division)?;
         if self.prepare_kbit {
             let Some(quant) = &mut recipe.quant else {
                 return Err(Stop::Input(
@@ -281,7 +300,7 @@ impl TorchArgs {
         common: &RecipeArgs,
         from_file: bool,
     ) -> Result<(), Stop> {
-        let sharded_half = self.zero.is_some() || recipe.zero.is_some();
+        let sharded_half = self.division().stage.is_some() || recipe.zero.is_some();
         let float32 = self.weights_dtype == Some(Dtype::F32);
         if self.bf16 || self.fp16 || self.autocast {
             let weights16 = match self.weights_dtype {
@@ -314,8 +333,8 @@ impl TorchArgs {
         Ok(())
     }
 
-    fn sharding(&self, recipe: &mut TorchRecipe) -> Result<(), Stop> {
-        if let Some(stage) = self.zero {
+    fn sharding(&self, recipe: &mut TorchRecipe, division: Division) -> Result<(), Stop> {
+        if let Some(stage) = division.stage {
             recipe.zero = Some(Zero::stage(stage));
         }
         if self.fsdp || self.no_reshard_after_forward {
@@ -329,16 +348,15 @@ impl TorchArgs {
                 "{what} belongs to an engine that shards: give --zero or --fsdp"
             )))
         };
-        match self.offload {
-            None | Some(TorchOffload::None) => {}
-            Some(offload) => match (&mut recipe.zero, &mut recipe.fsdp) {
+        if let Some((optimizer, weights)) = division.offload {
+            match (&mut recipe.zero, &mut recipe.fsdp) {
                 (Some(zero), _) => {
-                    zero.offload_optimizer = true;
-                    zero.offload_param = offload == TorchOffload::OptimizerParams;
+                    zero.offload_optimizer = optimizer;
+                    zero.offload_param = weights;
                 }
                 (_, Some(fsdp)) => fsdp.cpu_offload = true,
                 _ => return wants("--offload"),
-            },
+            }
         }
         let (bucket, init) = (self.reduce_bucket_size, self.zero_init);
         match &mut recipe.zero {

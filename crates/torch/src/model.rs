@@ -239,15 +239,17 @@ impl Net {
     pub fn load(&self, t: &Tape) -> Vec<Mem> {
         t.enter("load".into());
         for param in &self.params {
+            t.enter(param.name.clone());
             if param.packed.is_some() {
                 // bitsandbytes quantizes on the device: the 16-bit matrix is there first.
                 let dense = t.scratch("weight before quantization", param.elements * 2);
-                *param.data.borrow_mut() = Some(t.alloc("weight", param.bytes(), Class::Weight));
+                *param.data.borrow_mut() = Some(t.alloc("", param.bytes(), Class::Weight));
                 drop(dense);
                 continue;
             }
-            *param.data.borrow_mut() = Some(t.alloc("weight", param.bytes(), Class::Weight));
+            *param.data.borrow_mut() = Some(t.alloc("", param.bytes(), Class::Weight));
         }
+        t.enter("rotary_emb".into());
         self.buffers(t)
     }
 

@@ -25,18 +25,23 @@ pub struct Target {
 pub struct Optimizer {
     kind: Optim,
     targets: Vec<Target>,
+    /// Names of the parameters, where the optimizer sees them one by one.
+    names: Vec<String>,
     state: RefCell<Vec<Mem>>,
 }
 
 impl Optimizer {
     pub fn new(kind: Optim, targets: Vec<Target>) -> Optimizer {
-        Optimizer { kind, targets, state: RefCell::default() }
+        Optimizer { kind, targets, names: Vec::new(), state: RefCell::default() }
     }
 
     pub fn for_params(kind: Optim, params: &[Rc<Param>]) -> Optimizer {
-        let trained = params.iter().filter(|p| p.trained);
-        let target = |p: &Rc<Param>| Target { elements: p.elements, width: p.width };
-        Optimizer::new(kind, trained.map(target).collect())
+        let trained: Vec<&Rc<Param>> = params.iter().filter(|p| p.trained).collect();
+        let target = |p: &&Rc<Param>| Target { elements: p.elements, width: p.width };
+        Optimizer {
+            names: trained.iter().map(|p| p.name.clone()).collect(),
+            ..Optimizer::new(kind, trained.iter().map(target).collect())
+        }
     }
 
     /// `optimizer.step()`.
@@ -44,6 +49,7 @@ impl Optimizer {
         t.enter("optimizer".into());
         if self.state.borrow().is_empty() {
             self.create(t);
+            t.enter("optimizer".into());
         }
         match self.kind {
             Optim::AdamWForeach => {
@@ -75,7 +81,10 @@ impl Optimizer {
     fn create(&self, t: &Tape) {
         let mut state = self.state.borrow_mut();
         let mut new = |label, bytes| state.push(t.alloc(label, bytes, Class::OptimizerState));
-        for p in &self.targets {
+        for (index, p) in self.targets.iter().enumerate() {
+            if let Some(name) = self.names.get(index) {
+                t.enter(name.clone());
+            }
             match self.kind {
                 Optim::AdamW | Optim::AdamWForeach | Optim::AdamWFused => {
                     if self.kind == Optim::AdamWFused {

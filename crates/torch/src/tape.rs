@@ -132,6 +132,8 @@ pub struct Tape {
     sequence: Cell<u64>,
     grad_enabled: Cell<bool>,
     scope: Cell<u32>,
+    /// Numbers of the scopes in the trace.
+    scopes: RefCell<HashMap<String, u32>>,
     pub stream: Cell<Stream>,
     /// Casts of parameters that autocast keeps until its context ends.
     pub autocast_cache: RefCell<HashMap<usize, Mem>>,
@@ -145,6 +147,7 @@ impl Tape {
             sequence: Cell::new(0),
             grad_enabled: Cell::new(true),
             scope: Cell::new(0),
+            scopes: RefCell::default(),
             stream: Cell::new(0),
             autocast_cache: RefCell::default(),
             engine,
@@ -188,15 +191,15 @@ impl Tape {
     /// Begins a module, such as `layers.3.mlp`.
     pub fn enter(&self, scope: String) {
         let mut trace = self.recorder.borrow_mut();
-        let index = match trace.scopes.iter().rposition(|s| *s == scope) {
-            Some(index) => index,
-            None => {
-                trace.scopes.push(scope);
-                trace.scopes.len() - 1
-            }
-        };
-        self.scope.set(index as u32);
-        let op = Event::Op { label: "", scope: index as u32 };
+        let known = self.scopes.borrow().get(&scope).copied();
+        let index = known.unwrap_or_else(|| {
+            let index = trace.scopes.len() as u32;
+            trace.scopes.push(scope.clone());
+            self.scopes.borrow_mut().insert(scope, index);
+            index
+        });
+        self.scope.set(index);
+        let op = Event::Op { label: "", scope: index };
         trace.events.push(op);
     }
 

@@ -97,7 +97,11 @@ impl Trace {
     fn tensor_name(&self, id: u32) -> String {
         let tensor = &self.tensors[id as usize];
         let scope = self.scopes.get(tensor.scope as usize).map_or("", String::as_str);
-        if scope.is_empty() { tensor.label.to_owned() } else { format!("{scope}.{}", tensor.label) }
+        match (scope, tensor.label) {
+            ("", label) => label.to_owned(),
+            (scope, "") => scope.to_owned(),
+            (scope, label) => format!("{scope}.{label}"),
+        }
     }
 
     /// Runs the events through an allocator; stops where it runs out of memory.
