@@ -30,6 +30,7 @@ const SUB_GROUP: u64 = 1_000_000_000;
 pub struct DeepSpeed {
     zero: Zero,
     ranks: u64,
+    rank: u64,
     /// Parameter by parameter, whether it is gathered for good.
     total: u64,
     trained: u64,
@@ -48,6 +49,10 @@ pub struct DeepSpeed {
     /// Released, but recorded on the compute stream, which the host is ahead of.
     pending: RefCell<VecDeque<(Mem, u64)>>,
     bucket: Cell<u64>,
+    /// What is in the bucket.
+    in_bucket: RefCell<Vec<Rc<Param>>>,
+    /// Where each parameter begins in the flat tensor of stages 1 and 2.
+    starts: Vec<u64>,
     /// Gradients too large for the bucket that wait for their turn.
     waiting: RefCell<Vec<Rc<Param>>>,
     buffers: RefCell<Vec<Mem>>,
@@ -61,10 +66,11 @@ pub struct DeepSpeed {
 }
 
 impl DeepSpeed {
-    pub fn new(zero: Zero, ranks: u64) -> DeepSpeed {
+    pub fn new(zero: Zero, ranks: u64, rank: u64) -> DeepSpeed {
         DeepSpeed {
             zero,
             ranks,
+            rank,
             total: 0,
             trained: 0,
             largest: 0,
@@ -76,6 +82,8 @@ impl DeepSpeed {
             available: Cell::new(0),
             pending: RefCell::default(),
             bucket: Cell::new(0),
+            in_bucket: RefCell::default(),
+            starts: Vec::new(),
             waiting: RefCell::default(),
             buffers: RefCell::default(),
             share: RefCell::default(),
@@ -92,6 +100,11 @@ impl DeepSpeed {
         self.trained = params.iter().filter(|p| p.trained).map(|p| p.elements).sum();
         self.largest = params.iter().map(|p| p.elements).max().unwrap_or(0);
         self.params = params.to_vec();
+        let mut start = 0;
+        for p in params {
+            self.starts.push(start);
+            start += if p.trained { p.elements } else { 0 };
+        }
     }
 
     fn persists(&self, param: &Param) -> bool {
@@ -100,6 +113,34 @@ impl DeepSpeed {
 
     fn share_of(&self, elements: u64) -> u64 {
         elements.div_ceil(self.ranks)
+    }
+
+    /// Elements of a gradient that this rank updates (stages 1 and 2).
+    fn owned(&self, p: &Param) -> u64 {
+        let share = self.share_of(self.trained);
+        let (start, end) = (self.starts[p.index], self.starts[p.index] + p.elements);
+        let own = self.rank * share..(self.rank + 1) * share;
+        end.min(own.end).saturating_sub(start.max(own.start))
+    }
+
+    /// A gradient whose optimizer is on the host: its norm in float64, the search for
+    /// overflow (float32, `isinf`, `isnan`, either, and that in float32), the copy that is
+    /// sent.
+    fn send_to_host(&self, t: &Tape, p: &Param) {
+        let owned = self.owned(p);
+        if owned == 0 {
+            return;
+        }
+        drop(t.scratch("gradient in float64", owned * 8));
+        let wide = t.scratch("gradient in float32", p.elements * F32);
+        let magnitude = t.scratch("isinf", p.elements * F32);
+        let infinite = t.scratch("isinf", p.elements);
+        drop(magnitude);
+        let nan = t.scratch("isnan", p.elements);
+        let either = t.scratch("isinf or isnan", p.elements);
+        let as_float = t.scratch("isinf or isnan", p.elements * F32);
+        drop((wide, infinite, nan, either, as_float));
+        drop(t.scratch("float32 gradient", owned * F32));
     }
 
     fn keep(&self, mem: Mem) {
@@ -265,12 +306,12 @@ impl DeepSpeed {
             let bytes = elements * HALF;
             t.on_stream(REDUCE, || drop(t.scratch("reduce-scatter input", bytes)));
         }
+        let in_bucket: Vec<Rc<Param>> = self.in_bucket.borrow_mut().drain(..).collect();
+        let to_host = self.zero.stage < 3 && self.zero.offload_optimizer;
+        for param in in_bucket.iter().chain(&waiting).filter(|_| to_host) {
+            self.send_to_host(t, param);
+        }
         for param in waiting {
-            if self.zero.stage < 3 && self.zero.offload_optimizer {
-                // A rank turns the part that it owns into float32 on the device.
-                let part = self.share_of(self.trained).min(param.elements);
-                drop(t.scratch("float32 gradient", part * F32));
-            }
             *param.grad.borrow_mut() = None;
         }
     }
@@ -450,6 +491,7 @@ impl Engine for DeepSpeed {
                     self.waiting.borrow_mut().push(param.clone());
                 } else {
                     self.bucket.set(self.bucket.get() + elements);
+                    self.in_bucket.borrow_mut().push(param.clone());
                     *param.grad.borrow_mut() = None;
                 }
             }

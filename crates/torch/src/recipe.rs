@@ -241,6 +241,8 @@ pub struct TorchRecipe {
     pub zero: Option<Zero>,
     pub fsdp: Option<Fsdp>,
     pub gpus: u64,
+    /// Which rank is planned; the last by default, which updates the head's weights.
+    pub rank: Option<u64>,
     pub max_grad_norm: bool,
     pub transformers: Version,
     pub torch: Version,
@@ -267,6 +269,7 @@ impl TorchRecipe {
             zero: None,
             fsdp: None,
             gpus: 1,
+            rank: None,
             max_grad_norm: true,
             transformers: Version(5, 17),
             torch: Version(2, 11),

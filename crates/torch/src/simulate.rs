@@ -80,7 +80,8 @@ pub fn simulate(
         (Some(zero), _) => {
             // Stage 0 has the engine's float32 copies, and shares nothing.
             let ranks = if zero.stage == 0 { 1 } else { recipe.gpus };
-            let mut engine = DeepSpeed::new(*zero, ranks);
+            let rank = recipe.rank.unwrap_or(ranks - 1).min(ranks - 1);
+            let mut engine = DeepSpeed::new(*zero, ranks, rank);
             engine.measure(&net.params);
             let engine = Rc::new(engine);
             let t = Tape::new(engine.clone());

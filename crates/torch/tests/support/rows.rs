@@ -227,6 +227,10 @@ fn seed_recipe(stage: u8, offload: bool, ckpt: bool, liger: bool, gpus: u64) -> 
     recipe.padded = true;
     // Norms and MLPs stay eager: the slope of the runs without checkpointing is theirs.
     recipe.liger = if liger { Liger::FUNCTIONS } else { Liger::NONE };
+    if liger {
+        // Liger's runs came later: their rotary modules have no tables any more.
+        recipe.transformers = Version(4, 44);
+    }
     recipe.gpus = gpus;
     recipe.gradient_checkpointing = ckpt.then_some(Checkpointing { use_reentrant: true });
     recipe.zero = Some(Zero { offload_optimizer: offload, ..Zero::stage(stage) });
@@ -264,7 +268,9 @@ fn seed(measured: &Path, rows: &mut Vec<Row>) {
             }
             let pairs: Vec<f64> = fields[1..].iter().filter_map(|f| f.parse().ok()).collect();
             // Each process writes its own pair; the others are 0.
-            let pair = pairs.chunks(2).find(|p| p.len() == 2 && p[0] > 0.0);
+            let rank = pairs.chunks(2).position(|p| p.len() == 2 && p[0] > 0.0);
+            recipe.rank = rank.map(|r| r as u64);
+            let pair = rank.and_then(|r| pairs.chunks(2).nth(r));
             let fits = fields[1] != "OOM";
             rows.push(Row {
                 set: file,
