@@ -55,6 +55,8 @@ pub struct DeepSpeed {
     starts: Vec<u64>,
     /// Gradients too large for the bucket that wait for their turn.
     waiting: RefCell<Vec<Rc<Param>>>,
+    /// Reduced and given up, but recorded on NCCL's stream.
+    reducing: RefCell<Vec<Mem>>,
     buffers: RefCell<Vec<Mem>>,
     /// Averaged gradients of stages 1 and 2.
     share: RefCell<Vec<Mem>>,
@@ -85,6 +87,7 @@ impl DeepSpeed {
             in_bucket: RefCell::default(),
             starts: Vec::new(),
             waiting: RefCell::default(),
+            reducing: RefCell::default(),
             buffers: RefCell::default(),
             share: RefCell::default(),
             optimizer: RefCell::default(),
@@ -293,6 +296,7 @@ impl DeepSpeed {
     /// After backward: what is in the bucket is reduced, buffers go.
     pub fn after_backward(&self, t: &Tape) {
         self.flush(t);
+        self.reducing.borrow_mut().clear();
         self.backward_buffers.borrow_mut().clear();
     }
 
@@ -311,8 +315,16 @@ impl DeepSpeed {
         for param in in_bucket.iter().chain(&waiting).filter(|_| to_host) {
             self.send_to_host(t, param);
         }
+        self.reducing.borrow_mut().clear();
         for param in waiting {
-            *param.grad.borrow_mut() = None;
+            let Some(gradient) = param.grad.borrow_mut().take() else { continue };
+            // The owner's search for overflow waits for the reduction; other ranks go on
+            // while NCCL still holds the gradient.
+            let waits = !to_host || self.owned(&param) > 0 || self.ranks == 1;
+            if !waits && Rc::strong_count(&gradient) == 1 {
+                t.record_stream(&gradient);
+                self.reducing.borrow_mut().push(gradient);
+            }
         }
     }
 

@@ -337,10 +337,11 @@ impl Tape {
             // The recomputation has an autocast context of its own.
             tape.autocast_cache.borrow_mut().clear();
             if reentrant {
-                // The outputs stay in a Python list until the inner backward returns.
-                let output = y.mem.clone();
+                // The outputs, and the gradient that came in, are locals of
+                // `CheckpointFunction.backward` until the inner backward returns.
+                let locals = (y.mem.clone(), g.clone());
                 tape.backward(y, g);
-                drop(output);
+                drop(locals);
             } else {
                 tape.backward(y, g);
             }
