@@ -72,6 +72,8 @@ fn impossible_combinations_are_named() {
     refused(&with(&["--transformers", "new"]), 2, "version");
     refused(&with(&["--max-split-size-mb", "8"]), 2, "20");
     refused(&with(&["--batch", "0"]), 2, "--batch");
+    refused(&with(&["--recompute", "mlp"]), 2, "--gradient-checkpointing");
+    refused(&with(&["--loss-rows", "128"]), 2, "--loss-rows");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 #[path = "../tests/support/rows.rs"]
 mod rows;
 
-use rows::{all_rows, means, shared};
+use rows::{all_rows, means, predict_all, shared};
 
 fn main() {
     let Some(measured) = shared() else {
@@ -17,7 +17,7 @@ fn main() {
         rows.retain(|r| r.set.contains(only.as_str()));
     }
     let start = std::time::Instant::now();
-    let outcomes: Vec<_> = rows.iter().map(|r| r.predict()).collect();
+    let outcomes = predict_all(&rows);
     let seconds = start.elapsed().as_secs_f64();
     let cell = |v: Option<f64>| v.map_or("-".to_owned(), |b| format!("{:.0}", b / 1048576.0));
     let error = |v: Option<f64>| v.map_or("-".to_owned(), |e| format!("{:+.2}", e * 100.0));

@@ -21,8 +21,8 @@ pub enum LossPath {
     /// A float32 loss kernel that writes gradients over its logits (unsloth's, which
     /// fms-acceleration ships): float32 logits, one copy.
     FusedCrossEntropy,
-    /// Cross entropy on the logits as they are, in bf16 (litgpt, torchtune).
-    NativeLogits { chunks: u64, upcast: bool },
+    /// Cross entropy on the logits as they are, in 16 bits (litgpt).
+    NativeLogits,
     /// `torch.compile`: the 16-bit logits are kept, and backward computes the softmax
     /// again into float32 gradients.
     Compiled,
@@ -118,22 +118,10 @@ pub fn head_and_loss(
             });
             (loss, vec![wide])
         }
-        LossPath::NativeLogits { chunks, upcast } => {
+        LossPath::NativeLogits => {
             let logits = linear(t, types, &hidden, head, "logits");
             drop(hidden);
-            let per = rows.div_ceil(chunks) * v;
-            // Chunks are views of one tensor; each is upcast and reduced by itself.
-            let mut edges = Vec::new();
-            for _ in 0..chunks {
-                let piece = Var { elements: per, ..logits.clone() };
-                let piece = if upcast { cast(t, &piece, F32, "logits.float()") } else { piece };
-                edges.push(cross_entropy(t, piece, rows.div_ceil(chunks), v).edge);
-            }
-            let loss = t.activation("loss", F32);
-            let loss = t.result("sum of chunks", (loss, 1, F32), edges, move |_, g| {
-                (0..chunks).map(|_| Some(g.clone())).collect()
-            });
-            (loss, vec![logits])
+            (cross_entropy(t, logits.clone(), rows, v), vec![logits])
         }
     }
 }

@@ -283,8 +283,7 @@ impl Net {
         }
         match recipe.modules {
             Modules::Fms => LossPath::FusedCrossEntropy,
-            Modules::Litgpt => LossPath::NativeLogits { chunks: 1, upcast: false },
-            Modules::Torchtune => LossPath::NativeLogits { chunks: 1, upcast: true },
+            Modules::Litgpt => LossPath::NativeLogits,
             Modules::Transformers => match recipe.transformers {
                 v if v <= Version(4, 45) => LossPath::FloatLogits,
                 v if v < Version(4, 50) => LossPath::FloatInLoss,

@@ -210,16 +210,15 @@ impl Liger {
         Liger { rms_norm: false, rope: false, swiglu: false, fused_linear_cross_entropy: false };
 }
 
-/// Who runs the loop, and with which modules.
+/// Whose loss it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Modules {
     Transformers,
-    /// fms-acceleration's kernels: fused cross entropy in float32.
+    /// fms-acceleration: a fused cross entropy on float32 logits.
     Fms,
-    /// Lightning's litgpt: fused rotary and norms in bf16 that keep float32 copies.
+    /// litgpt: cross entropy on 16-bit logits; its layers save what transformers' do.
     Litgpt,
-    Torchtune,
 }
 
 /// A run of the PyTorch stack.
@@ -369,8 +368,7 @@ impl TorchRecipe {
                 return Err(too_long("lora-rank", lora.r, arch.hidden_size as u64));
             }
         }
-        if matches!(self.modules, Modules::Litgpt | Modules::Torchtune) && self.liger != Liger::NONE
-        {
+        if self.modules == Modules::Litgpt && self.liger != Liger::NONE {
             return conflict("--liger", "this trainer", "it has losses and norms of its own");
         }
         Ok(())

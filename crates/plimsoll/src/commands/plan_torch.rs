@@ -30,6 +30,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
     let arch = open_architecture(&model)?;
     let unknown = config.as_ref().map(|c| c.unknown.clone());
     let ignored = config.as_ref().map(|c| c.without_effect.clone());
+    refuse_native_options(args)?;
     let (recipe, allocator) = args.torch.configure(&arch, &args.recipe, config)?;
     let room = room(args)?;
     let report = plan(&arch, &recipe, &allocator, room).map_err(Stop::input)?;
@@ -52,6 +53,28 @@ pub fn run(args: &PlanArgs) -> Outcome {
         Format::Table => out!("{}", table(&report)),
     }
     must_fit(&arch, &recipe, &allocator, room, &report)
+}
+
+/// Options that mean nothing to this stack are not dropped in silence.
+fn refuse_native_options(args: &PlanArgs) -> Result<(), Stop> {
+    let recipe = &args.recipe;
+    let recompute = !matches!(recipe.recompute.as_str(), "none" | "block");
+    let given = [
+        ("--device", args.device.is_some(), "give --gpu or --memory"),
+        ("--profile", args.profile.is_some(), "give --gpu or --memory"),
+        ("--document-tokens", args.document_tokens.is_some(), "this plan has no seconds"),
+        ("--price", args.price.is_some(), "this plan has no seconds"),
+        ("--recompute", recompute, "layers are recomputed whole: --gradient-checkpointing"),
+        ("--optimizer-in-backward", recipe.optimizer_in_backward, "the stack has no such step"),
+        ("--loss-rows", recipe.loss_rows.is_some(), "--liger has rows of its own"),
+        ("--quant-head", recipe.quant.quant_head, "bitsandbytes leaves the head as it is"),
+    ];
+    match given.into_iter().find(|g| g.1) {
+        Some((option, _, why)) => {
+            Err(Stop::Input(format!("{option} does not go with --stack torch: {why}")))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The device, and how much of it there is.

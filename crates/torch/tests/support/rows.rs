@@ -368,6 +368,18 @@ fn public(measured: &Path, rows: &mut Vec<Row>, left_out: &mut Vec<String>) {
     }
 }
 
+/// Predicts all rows, on every core.
+pub fn predict_all(rows: &[Row]) -> Vec<Outcome> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let share = rows.len().div_ceil(cores).max(1);
+    std::thread::scope(|scope| {
+        let part = |rows: &'_ [Row]| rows.iter().map(Row::predict).collect::<Vec<_>>();
+        let parts: Vec<_> =
+            rows.chunks(share).map(|rows| scope.spawn(move || part(rows))).collect();
+        parts.into_iter().flat_map(|p| p.join().expect("a prediction")).collect()
+    })
+}
+
 /// Means over a set.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Means {
