@@ -6,7 +6,7 @@
 //! best fit, splitting, merging, expandable segments, and the release of cached
 //! segments when the driver has no more.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
 use thiserror::Error;
 
@@ -22,7 +22,7 @@ const MIN_LARGE_SEGMENT: u64 = 10 * MIB;
 /// Larger requests get a segment of their own, rounded up to this.
 const ROUND_LARGE: u64 = 2 * MIB;
 /// Address space between two made-up segments: nothing merges across.
-const GUARD: u64 = 1 << 44;
+const GUARD: u64 = 1 << 42;
 
 /// What `PYTORCH_ALLOC_CONF` says, and how much the device has.
 #[derive(Clone, Debug, PartialEq)]
@@ -126,8 +126,8 @@ struct Segment {
     /// Live blocks of an ordinary segment.
     live: u64,
     size: u64,
-    /// Live blocks that touch each page of an expandable segment.
-    pages: Vec<u32>,
+    /// Live blocks that begin or end in a page of an expandable segment.
+    ends: HashMap<u64, u32>,
     start: u64,
     expandable: bool,
 }
@@ -344,7 +344,7 @@ impl CachingAllocator {
         self.segments.push(Segment {
             live: 0,
             size: bytes,
-            pages: Vec::new(),
+            ends: HashMap::new(),
             start: self.next_address,
             expandable: false,
         });
@@ -361,7 +361,7 @@ impl CachingAllocator {
             previous: None,
             next: None,
         };
-        self.next_address += GUARD;
+        self.next_address += bytes + GUARD;
         self.stats.reserved.add(bytes);
         let index = self.new_block(block);
         self.insert_free(index);
@@ -416,11 +416,11 @@ impl CachingAllocator {
         }
         // A new range of addresses, larger than any device.
         let segment = self.segments.len();
-        let bytes = GUARD / 2;
+        let bytes = (GUARD / 2).max(size.next_multiple_of(self.page(small)));
         self.segments.push(Segment {
             live: 0,
             size: bytes,
-            pages: Vec::new(),
+            ends: HashMap::new(),
             start: self.next_address,
             expandable: true,
         });
@@ -437,7 +437,7 @@ impl CachingAllocator {
             previous: None,
             next: None,
         };
-        self.next_address += GUARD;
+        self.next_address += bytes + GUARD;
         let index = self.new_block(block);
         self.unmapped[pool].insert((stream, self.blocks[index].address, index));
         index
@@ -514,13 +514,13 @@ impl CachingAllocator {
             }
             return;
         }
-        let first = ((address - segment.start) / page) as usize;
-        let last = ((address + size - 1 - segment.start) / page) as usize;
-        if segment.pages.len() <= last {
-            segment.pages.resize(last + 1, 0);
-        }
-        let mut changed = 0;
-        for count in &mut segment.pages[first..=last] {
+        let first = (address - segment.start) / page;
+        let last = (address + size - 1 - segment.start) / page;
+        // Pages in the middle are this block's alone; those at its ends may be shared.
+        let mut changed = (last - first).saturating_sub(1);
+        let ends = [Some(first), Some(last).filter(|l| *l != first)];
+        for end in ends.into_iter().flatten() {
+            let count = segment.ends.entry(end).or_insert(0);
             if live {
                 changed += u64::from(*count == 0);
                 *count += 1;

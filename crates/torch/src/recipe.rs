@@ -315,6 +315,24 @@ impl TorchRecipe {
         if self.gpus > 1 << 20 {
             return Err(too_long("gpus", self.gpus, 1 << 20));
         }
+        // What is beyond any machine is refused before byte counts outgrow 64 bits.
+        let tokens = self.batch.saturating_mul(self.seq);
+        if tokens > 1 << 32 {
+            return Err(RecipeError::Value {
+                option: "batch",
+                value: self.batch.to_string(),
+                problem: format!("{tokens} tokens at once; the most is {}", 1u64 << 32),
+            });
+        }
+        let quadratic = self.padded || self.attention == Attention::Eager;
+        let scores = tokens.saturating_mul(self.seq) as u128 * arch.num_attention_heads as u128;
+        if quadratic && scores > 1 << 46 {
+            return Err(RecipeError::Value {
+                option: "seq",
+                value: self.seq.to_string(),
+                problem: "too long for attention whose scores or masks exist as tensors".into(),
+            });
+        }
         let conflict = |a: &str, b: &str, why| {
             Err(RecipeError::Conflict { a: a.to_owned(), b: b.to_owned(), why })
         };

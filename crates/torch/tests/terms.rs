@@ -183,6 +183,8 @@ fn what_the_stack_refuses_is_refused() {
         change(&mut recipe);
         simulate(&arch, &recipe, H200).err().expect("an error").to_string()
     };
+    assert!(refused(&|r| (r.batch, r.seq) = (1 << 20, 1 << 24)).contains("tokens at once"));
+    assert!(refused(&|r| (r.attention, r.seq) = (Attention::Eager, 1 << 24)).contains("attention"));
     let four_bits = Some(Bnb4bit { double_quant: true, prepare: false });
     assert!(refused(&|r| r.batch = 0).contains("--batch"));
     assert!(refused(&|r| r.seq = 0).contains("--seq"));
@@ -193,6 +195,18 @@ fn what_the_stack_refuses_is_refused() {
             .contains("stage 3")
     );
     assert!(refused(&|r| r.method = lora(&ALL, 0)).contains("lora-rank"));
+}
+
+#[test]
+fn what_no_machine_holds_is_still_planned() {
+    let recipe = TorchRecipe::new(256, 1 << 24);
+    for expandable_segments in [false, true] {
+        let config = AllocatorConfig { expandable_segments, ..AllocatorConfig::default() };
+        let run = simulate(&llama(), &recipe, H200).unwrap();
+        let replay = run.trace.replay(&config);
+        assert!(replay.out_of_memory.is_none());
+        assert!(replay.stats.allocated.peak > 1 << 50);
+    }
 }
 
 #[test]
