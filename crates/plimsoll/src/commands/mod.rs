@@ -8,6 +8,7 @@ pub mod generate;
 pub mod inspect;
 pub mod merge;
 pub mod plan;
+pub mod plan_torch;
 pub mod point;
 pub mod quantize;
 pub mod report;

@@ -7,20 +7,28 @@ use plimsoll_arch::Architecture;
 use plimsoll_plan::{DeviceKind, PlanReport, gpu};
 use plimsoll_program::{Method, PRODUCTS, Recipe};
 
+use crate::commands::plan_torch;
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::Planner;
 use crate::recipe_args::{MethodArg, Precision, RecipeArgs};
+use crate::torch_args::{Stack, TorchArgs};
 use crate::{Format, units};
 
 #[derive(Debug, Args)]
 pub struct PlanArgs {
     /// A preset (llama-3-8b), a model directory, a .gguf file, or org/name.
-    #[arg(long)]
-    pub model: String,
+    #[arg(long, required_unless_present = "from")]
+    pub model: Option<String>,
     #[command(flatten)]
     pub recipe: RecipeArgs,
+    #[command(flatten)]
+    pub torch: TorchArgs,
+    /// Plan what this file configures: an axolotl or LLaMA-Factory YAML, a DeepSpeed JSON or
+    /// the TrainingArguments of transformers as JSON (implies --stack torch).
+    #[arg(long, value_name = "FILE")]
+    pub from: Option<PathBuf>,
     /// A GPU of the catalogue (h200, a100-80, rtx-4090) or a calibrated one; without
     /// one, this machine's CPU.
     #[arg(long)]
@@ -49,7 +57,17 @@ pub struct PlanArgs {
 }
 
 pub fn run(args: &PlanArgs) -> Outcome {
-    let arch = open_architecture(&args.model)?;
+    if args.from.is_some() && args.torch.stack == Some(Stack::Native) {
+        return Err(Stop::Input("--from reads configurations of --stack torch".into()));
+    }
+    if args.from.is_some() || args.torch.stack == Some(Stack::Torch) {
+        return plan_torch::run(args);
+    }
+    if let Some(option) = args.torch.first_given() {
+        return Err(Stop::Input(format!("{option} is an option of --stack torch: give that too")));
+    }
+    let model = args.model.as_deref().unwrap_or_default();
+    let arch = open_architecture(model)?;
     let mut planner = match (&args.gpu, &args.profile, args.device) {
         (Some(name), ..) => Planner::gpu(name, args.memory)?,
         (_, Some(path), _) => Planner::profile(path, args.memory)?,
@@ -61,7 +79,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
         DeviceKind::Cuda => Precision::Bf16,
         DeviceKind::Cpu => Precision::F32,
     };
-    let mut recipe = args.recipe.recipe(&arch, stored_quant(&args.model), default)?;
+    let mut recipe = args.recipe.recipe(&arch, stored_quant(model), default)?;
     if args.recipe.recompute_is_auto() && args.recipe.method != MethodArg::Infer {
         recipe = planner.with_least_recompute(&arch, &recipe)?;
     }
