@@ -13,3 +13,4 @@ pub mod quantize;
 pub mod report;
 pub mod sweep;
 pub mod train;
+pub mod trainer;
