@@ -68,7 +68,9 @@ fn ranks_that_wait_for_a_dead_one_are_ended() {
     let all = points(dir.path());
     assert_eq!((all.len(), all[1]["status"].clone()), (2, json!("oom")));
     let pid = std::fs::read_to_string(dir.path().join("pid")).unwrap();
-    assert!(!Path::new("/proc").join(pid.trim()).exists(), "{pid} is still there");
+    // Of one that has ended and not been waited for, the command line is empty.
+    let line = std::fs::read(Path::new("/proc").join(pid.trim()).join("cmdline"));
+    assert!(line.unwrap_or_default().is_empty(), "{pid} is still there");
 }
 
 #[test]

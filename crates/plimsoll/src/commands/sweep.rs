@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use plimsoll_measure::{Launch, Point, RunError, Status, Sweep, Vary, run_point};
-use plimsoll_report::{Options, Report, Series, Timeline, render};
+use plimsoll_report::{Level, Options, Report, Series, Theme, Timeline, render};
 use serde_json::{Map, Value, json};
 
 use crate::commands::point::PointArgs;
@@ -133,7 +133,7 @@ fn write_report(
     };
     let options = Options { title: Some(title), timelines, ..Options::default() };
     let report = render(&[series], &options).map_err(Stop::input)?;
-    report.write(&args.out.join("report.html")).map_err(Stop::input)?;
+    report.write(&args.out.join("report.html"), Theme::Light).map_err(Stop::input)?;
     Ok(report)
 }
 
@@ -155,7 +155,10 @@ fn timeline(args: &SweepArgs, points: &[Point]) -> Option<Timeline> {
     let recipe = recipe.recipe(&arch, stored, kind.default_precision()).ok()?;
     let planned = Planner::device(kind, None).ok()?.plan(&arch, &recipe).ok()?;
     let title = format!("Live bytes over one step: batch {}, seq {}", recipe.batch, recipe.seq);
-    Some(planned.timeline(title))
+    let mut timeline = planned.timeline(title);
+    let measured = point.measured_bytes.map(|bytes| Level { name: "measured".to_owned(), bytes });
+    timeline.levels.extend(measured);
+    Some(timeline)
 }
 
 /// Everything that must be the same for points to be comparable.
