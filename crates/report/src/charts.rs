@@ -3,7 +3,7 @@
 use crate::chart::{Chart, Draw, Limit, LimitKind, Line, Mark, Panel};
 use crate::fit::{Fit, Kink};
 use crate::format::{
-    byte_unit, bytes, digits, duration, duration_unit, percent, second_unit, seconds, usd,
+    Unit, byte_unit, bytes, digits, duration, duration_unit, percent, second_unit, seconds, usd,
 };
 use crate::render::Options;
 use crate::series::{Row, Status};
@@ -17,18 +17,17 @@ const MOST_FITS: usize = 4;
 pub fn charts(study: &Study, options: &Options) -> Vec<(&'static str, Chart)> {
     let mut out = vec![("memory", memory(study)), ("seconds", time(study))];
     if let Some(samples) = options.samples {
-        let label = format!("Time for {} samples", crate::format::count(samples));
-        let best = |seconds: f64| duration(seconds);
-        out.push(("samples", whole_run(study, label, samples, duration_unit, best)));
-        if let Some(price) = options.usd_per_hour {
-            let label = format!(
-                "Cost of {} samples at {} an hour",
-                crate::format::count(samples),
-                usd(price)
-            );
-            let scale = price / 3600.0;
-            let unit = |_: f64| crate::format::Unit { name: "USD", size: 1.0 };
-            out.push(("cost", whole_run(study, label, samples * scale, unit, usd)));
+        let count = crate::format::count(samples);
+        let label = format!("Time for {count} samples");
+        let figure = |row: &Row| row.seconds_for(samples);
+        out.push(("samples", whole_run(study, label, figure, duration_unit, duration)));
+        if let Some(price) = options.usd_per_gpu_hour {
+            let price = usd(price * study.gpus().unwrap_or(1.0));
+            let label = format!("Cost of {count} samples at {price} an hour");
+            let figure =
+                |row: &Row| Some(row.seconds_for(samples)? / 3600.0 * options.price_of(row)?);
+            let unit = |_: f64| Unit { name: "USD", size: 1.0 };
+            out.push(("cost", whole_run(study, label, figure, unit, usd)));
         }
     }
     out.push(("tokens", throughput(study)));
@@ -316,24 +315,23 @@ fn time(study: &Study) -> Chart {
 fn whole_run(
     study: &Study,
     name: String,
-    scale: f64,
-    unit: impl Fn(f64) -> crate::format::Unit,
+    figure: impl Fn(&Row) -> Option<f64>,
+    unit: impl Fn(f64) -> Unit,
     show: impl Fn(f64) -> String + Copy,
 ) -> Chart {
     let lines: Vec<Line> = (0..study.groups.len())
         .map(|index| {
             let look = ("all samples", Shape::Dot, Draw::Solid);
-            plain_line(study, index, look, |row| row.seconds_for(scale), show)
+            plain_line(study, index, look, &figure, show)
         })
         .collect();
-    let value = |row: &Row| row.seconds_for(scale);
     let best = study
         .groups
         .iter()
         .filter_map(|group| Some((group, group.fastest()?)))
-        .reduce(|a, b| if value(b.1.1) < value(a.1.1) { b } else { a });
+        .reduce(|a, b| if figure(b.1.1) < figure(a.1.1) { b } else { a });
     let limits = best.and_then(|(group, (x, row))| {
-        let value = value(row)?;
+        let value = figure(row)?;
         let of = if group.name.is_empty() { "" } else { ", " };
         let label = format!(
             "best: {}{of}{} {}, {}",

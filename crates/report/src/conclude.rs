@@ -68,7 +68,7 @@ fn best_of_all(study: &Study, options: &Options, out: &mut Vec<String>) {
     let at = format!("{}, {} {}", group.name, study.axis, study.value(*x, row));
     match options.samples.and_then(|samples| Some((samples, row.seconds_for(samples)?))) {
         Some((samples, seconds)) => {
-            let cost = cost(seconds, options);
+            let cost = cost(seconds, row, options);
             out.push(format!(
                 "{} samples take the least time with {at}: {}{cost}.",
                 count(samples),
@@ -83,8 +83,8 @@ fn best_of_all(study: &Study, options: &Options, out: &mut Vec<String>) {
 }
 
 /// `, 6.86 USD`, where a price is known.
-fn cost(seconds: f64, options: &Options) -> String {
-    let cost = options.usd_per_hour.map(|price| format!(", {}", usd(seconds / 3600.0 * price)));
+fn cost(seconds: f64, row: &Row, options: &Options) -> String {
+    let cost = options.price_of(row).map(|price| format!(", {}", usd(seconds / 3600.0 * price)));
     cost.unwrap_or_default()
 }
 
@@ -147,7 +147,7 @@ fn whole_run(study: &Study, group: &Group, options: &Options, out: &mut Vec<Stri
         duration(seconds),
         study.axis,
         study.value(*x, row),
-        cost(seconds, options)
+        cost(seconds, row, options)
     ));
 }
 
@@ -268,9 +268,10 @@ fn fits(group: &Group, axis: &str, out: &mut Vec<String>) {
         .filter(|(word, _)| !measured || *word == "Measured memory")
         .filter(|(word, _)| *word != "Planned memory" || kinds[..3].iter().all(|k| k.1.is_empty()))
         .collect();
-    for (word, memory) in &found {
+    for (index, (word, memory)) in found.iter().enumerate() {
         match line_of(word, memory, axis, bytes) {
             Some(line) => out.push(line),
+            None if index > 0 => {}
             None => out.push(format!(
                 "{word} of {}: too few for a line, which takes three different values of {axis}.",
                 points(memory.len())

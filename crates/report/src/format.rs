@@ -50,9 +50,9 @@ const DURATIONS: [Unit; 4] = [
     Unit { name: "days", size: 86400.0 },
 ];
 
-/// The unit for the time of a whole run: minutes up to two hours.
+/// The unit for the time of a whole run: minutes up to three hours.
 pub fn duration_unit(longest: f64) -> Unit {
-    largest_below(&DURATIONS, longest / 2.0)
+    largest_below(&DURATIONS, longest / 3.0)
 }
 
 /// `28.8 minutes`.

@@ -21,6 +21,8 @@ pub enum Theme {
 static FONTS: LazyLock<Arc<Database>> = LazyLock::new(|| {
     let mut fonts = Database::new();
     fonts.load_font_data(epaint_default_fonts::UBUNTU_LIGHT.to_vec());
+    let name = fonts.faces().next().and_then(|face| Some(face.families.first()?.0.clone()));
+    fonts.set_sans_serif_family(name.unwrap_or_default());
     Arc::new(fonts)
 });
 
@@ -49,7 +51,7 @@ mod tests {
     fn themes_and_text_are_painted() {
         let mut svg = Svg::new(100.0);
         svg.text(10.0, 20.0, "title", "start", "Memory (GiB)");
-        svg.path(&[(0.0, 0.0), (50.0, 50.0)], 0, "");
+        svg.path(&[(0.0, 40.0), (50.0, 50.0)], 0, "");
         let svg = svg.finish(60.0, "a title");
         let painted = |theme| {
             let bytes = png(&svg, theme).unwrap();

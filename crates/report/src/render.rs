@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::conclude::conclusions;
 use crate::page::{Page, Section};
 use crate::png::{Theme, png};
-use crate::series::Series;
+use crate::series::{Row, Series};
 use crate::study::studies;
 use crate::table::table;
 use crate::timeline::Timeline;
@@ -46,10 +46,17 @@ pub struct Options {
     pub timelines: Vec<Timeline>,
     /// Samples of a whole run, for its time.
     pub samples: Option<f64>,
-    /// US dollars an hour for everything that runs at once, for its cost.
-    pub usd_per_hour: Option<f64>,
+    /// US dollars an hour for one GPU, for its cost.
+    pub usd_per_gpu_hour: Option<f64>,
     /// Further words for what was left out.
     pub notes: Vec<String>,
+}
+
+impl Options {
+    /// US dollars an hour for everything that a row ran on.
+    pub fn price_of(&self, row: &Row) -> Option<f64> {
+        Some(self.usd_per_gpu_hour? * row.gpus.unwrap_or(1.0))
+    }
 }
 
 /// A finished report, not yet written.

@@ -26,6 +26,9 @@ const THEME: [(&str, &str, &str); 14] = [
     ("c7", "#7a5230", "#c9a07a"),
 ];
 
+const FONT: &str =
+    "font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',sans-serif";
+
 /// The classes of all drawings.
 const CLASSES: &str = "\
 .chart text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',sans-serif;fill:var(--fg)}\
@@ -59,7 +62,8 @@ fn theme_name(entry: &(&'static str, &str, &str)) -> &'static str {
 /// for painters that know neither.
 pub fn static_style(dark: bool) -> (String, Vec<(&'static str, &'static str)>) {
     let colours = THEME.map(|(name, light, darker)| (name, if dark { darker } else { light }));
-    (CLASSES.replace("fill:transparent", "fill:none"), colours.to_vec())
+    let style = CLASSES.replace(FONT, "font-family:sans-serif;font-size:12px");
+    (style.replace("fill:transparent", "fill:none"), colours.to_vec())
 }
 
 /// The body of a drawing.

@@ -119,7 +119,7 @@ pub fn table(series: &Series, options: &Options) -> Table {
         Column {
             name: format!("cost of {samples} samples (USD)"),
             figure: &|row| {
-                let price = options.usd_per_hour?;
+                let price = options.price_of(row)?;
                 whole(row).map(|s| format!("{:.2}", s / 3600.0 * price))
             },
             word: false,

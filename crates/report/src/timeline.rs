@@ -86,7 +86,7 @@ impl Timeline {
             return Err(bad(reason.to_owned()));
         }
         let timeline: Self = serde_json::from_value(value).map_err(|e| bad(e.to_string()))?;
-        timeline.svg()?;
+        timeline.svg().map_err(|e| bad(e.to_string()))?;
         Ok(timeline)
     }
 

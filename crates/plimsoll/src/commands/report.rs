@@ -25,7 +25,7 @@ pub struct ReportArgs {
     /// Samples of a whole run, for the time that each configuration takes for them.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub samples: Option<u64>,
-    /// What all devices together cost an hour, for the cost of these samples.
+    /// What one GPU costs an hour, for the cost of these samples.
     #[arg(long, value_name = "USD_PER_HOUR", value_parser = parse_price, requires = "samples")]
     pub price: Option<f64>,
     /// What is on the horizontal axis [default: the first number that varies]
@@ -52,7 +52,7 @@ pub fn run(args: &ReportArgs) -> Outcome {
         title: args.title.clone(),
         axis: args.axis.clone(),
         samples: args.samples.map(|n| n as f64),
-        usd_per_hour: args.price,
+        usd_per_gpu_hour: args.price,
         ..Options::default()
     };
     let mut problems = Vec::new();
