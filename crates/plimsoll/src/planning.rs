@@ -223,6 +223,18 @@ pub struct Planned {
 }
 
 impl Planned {
+    /// The same layout on another device of the same kind.
+    pub fn report_for(
+        &self,
+        planner: &Planner,
+        arch: &Architecture,
+        recipe: &Recipe,
+    ) -> PlanReport {
+        let (memory, documents) = (planner.memory, planner.document_tokens);
+        let (program, layout) = (&self.program, &self.layout);
+        plan_report(arch, recipe, program, layout, &planner.device, memory, documents)
+    }
+
     /// Live bytes over the ops of a step, by class, for a chart.
     pub fn timeline(&self, title: String) -> Timeline {
         let live = live_bytes(&self.program, &self.layout);

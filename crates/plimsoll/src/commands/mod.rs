@@ -11,6 +11,7 @@ pub mod plan;
 pub mod point;
 pub mod quantize;
 pub mod report;
+pub mod search;
 pub mod sweep;
 pub mod train;
 pub mod trainer;

@@ -7,6 +7,7 @@ use plimsoll_arch::Architecture;
 use plimsoll_plan::{DeviceKind, PlanReport, gpu};
 use plimsoll_program::{Method, PRODUCTS, Recipe};
 
+use crate::commands::search::{self, SearchArgs};
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
@@ -47,9 +48,14 @@ pub struct PlanArgs {
     /// into a .json file, for `report`.
     #[arg(long, value_name = "FILE")]
     pub timeline: Option<PathBuf>,
+    #[command(flatten)]
+    pub search: SearchArgs,
 }
 
 pub fn run(args: &PlanArgs) -> Outcome {
+    if args.search.search {
+        return search::run(args);
+    }
     let arch = open_architecture(&args.model)?;
     let mut planner = match (&args.gpu, &args.profile, args.device) {
         (Some(name), ..) => Planner::gpu(name, args.memory)?,
