@@ -82,10 +82,9 @@ fn optimizers(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
             }
         }
     }
-    let both = !fixed.optimizer_in_backward
-        && !(fixed.max_grad_norm && recipe.max_grad_norm.is_some())
-        && recipe.accumulate == 1
-        && recipe.method == Method::Full;
+    let clips = fixed.max_grad_norm && recipe.max_grad_norm.is_some();
+    let decided = fixed.optimizer_in_backward || clips || recipe.accumulate > 1;
+    let both = !decided && recipe.method == Method::Full;
     let mut out = Vec::new();
     for optimizer in kinds {
         let at_the_end = Recipe { optimizer, ..recipe.clone() };

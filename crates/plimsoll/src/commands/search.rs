@@ -53,7 +53,7 @@ struct Run {
 /// Nothing fits (status 3), or the question makes no sense.
 pub fn run(args: &PlanArgs) -> Outcome {
     if args.recipe.method == MethodArg::Infer {
-        return Err(Stop::Input("--search ranks fine-tunes: give another --method".into()));
+        return Err(Stop::Input("--search ranks fine-tunes, not --method infer".into()));
     }
     if args.timeline.is_some() {
         return Err(Stop::Input("--search plans thousands of recipes: drop --timeline".into()));
