@@ -79,6 +79,6 @@ fn nothing_fits_and_bad_questions() {
     search("--gpu h100 --samples 3 --tokens 4").refused(&["--tokens"]);
     plimsoll("plan --model plimsoll-tiny --samples 3").refused(&["--search"]);
     // What was given does not fit, but something does.
-    let ran = search("--gpu rtx-4090 --memory 400MiB").ok();
+    let ran = search("--gpu rtx-4090 --memory 800MiB").ok();
     assert!(ran.stderr.contains("recipes in"), "{ran:#?}");
 }

@@ -44,9 +44,8 @@ pub struct Found {
 /// Along a line bytes grow with the batch, so the batch doubles until nothing fits
 /// or nothing is gained, and the last that fits is found by halving. The heaviest
 /// recomputation at the smallest batch is planned first: where that does not fit,
-/// no other of its kind does. A line with heavier recomputation is left out where
-/// the lighter one before it fits, on every device, at the batch at which nothing
-/// is gained any more. Lines of one kind are searched by one thread, so the
+/// no other of its kind does. Heavier recomputation is searched only beyond the
+/// batches that fit with lighter, for at the same batch it is slower. Lines of one kind are searched by one thread, so the
 /// answer does not depend on how many there are.
 pub fn search<P>(space: &Space, devices: usize, threads: usize, plan: P) -> Found
 where
@@ -106,6 +105,15 @@ fn fits(report: &PlanReport) -> bool {
     report.fits.unwrap_or(true)
 }
 
+/// How far a device has been searched among recipes of one kind.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reached {
+    /// The largest batch that fits.
+    Batch(usize),
+    /// Nothing fits, or a larger batch gains nothing.
+    End,
+}
+
 /// The state of one thread.
 struct Climb<'a, P> {
     plan: &'a P,
@@ -120,18 +128,27 @@ impl<P: Fn(&Recipe) -> Option<Vec<PlanReport>>> Climb<'_, P> {
         if !least.iter().any(fits) {
             return;
         }
+        let first = Reached::Batch(heaviest.batch.saturating_sub(1));
+        let open = |report| if fits(report) { first } else { Reached::End };
+        let mut reached: Vec<Reached> = least.iter().map(open).collect();
         for line in lighter {
-            let Some(first) = self.at(line, line.batch) else { continue };
-            if self.line(line, first, most) {
-                return;
-            }
+            self.line(line, &mut reached, most);
         }
-        self.line(heaviest, least, most);
+        self.line(heaviest, &mut reached, most);
     }
 
     /// Plans a recipe at a batch; what each device says, if it is possible.
     fn at(&mut self, line: &Recipe, batch: usize) -> Option<Vec<PlanReport>> {
         let recipe = Recipe { batch, ..line.clone() };
+        let known: Vec<PlanReport> = self
+            .candidates
+            .iter()
+            .filter(|c| c.recipe.batch == batch && c.recipe == recipe)
+            .map(|c| c.report.clone())
+            .collect();
+        if !known.is_empty() {
+            return Some(known);
+        }
         let reports = (self.plan)(&recipe)?;
         self.planned += 1;
         for (device, report) in reports.iter().enumerate() {
@@ -141,35 +158,44 @@ impl<P: Fn(&Recipe) -> Option<Vec<PlanReport>>> Climb<'_, P> {
         Some(reports)
     }
 
-    /// Goes on from what was planned at the first batch. Whether every device ends
-    /// where a larger batch gains nothing.
-    fn line(&mut self, line: &Recipe, first: Vec<PlanReport>, most: usize) -> bool {
-        let mut before = first;
-        if most == 0 {
-            return before.iter().all(fits);
-        }
+    /// Searches a line beyond what lighter recomputation has reached: at the same
+    /// batch it would only be slower.
+    fn line(&mut self, line: &Recipe, reached: &mut [Reached], most: usize) {
+        let open = reached.iter().filter_map(|r| match r {
+            Reached::Batch(batch) => Some(batch + 1),
+            Reached::End => None,
+        });
+        let Some(mut batch) = open.min().filter(|&batch| batch <= most.max(line.batch)) else {
+            return;
+        };
+        let from = self.candidates.len();
+        let Some(mut before) = self.at(line, batch) else { return };
         let n = before.len();
-        let mut batch = line.batch;
-        // Of each device: done because nothing is gained.
-        let mut content = vec![false; n];
-        while batch * 2 <= most && (0..n).any(|d| fits(&before[d]) && !content[d]) {
+        let goes_on = |d: usize, reached: &[Reached], reports: &[PlanReport]| {
+            fits(&reports[d]) && reached[d] != Reached::End
+        };
+        while batch * 2 <= most && (0..n).any(|d| goes_on(d, reached, &before)) {
             let Some(reports) = self.at(line, batch * 2) else { break };
             // The last that fits of devices that end here, by halving.
-            let mut ends: Vec<(usize, usize)> = (0..n)
-                .filter(|&d| fits(&before[d]) && !content[d] && !fits(&reports[d]))
-                .map(|d| (d, batch))
-                .collect();
-            while let Some((device, low)) = ends.pop() {
-                self.halve(line, device, low, batch * 2);
+            for d in 0..n {
+                if goes_on(d, reached, &before) && !fits(&reports[d]) {
+                    self.halve(line, d, batch, batch * 2);
+                }
             }
             for d in 0..n {
                 let gain = reports[d].tokens_per_second / before[d].tokens_per_second - 1.0;
-                content[d] |= fits(&reports[d]) && gain < GAIN;
+                if fits(&reports[d]) && gain < GAIN {
+                    reached[d] = Reached::End;
+                }
             }
             before = reports;
             batch *= 2;
         }
-        content.iter().all(|&content| content)
+        for candidate in self.candidates[from..].iter().filter(|c| fits(&c.report)) {
+            if let Reached::Batch(reached) = &mut reached[candidate.device] {
+                *reached = candidate.recipe.batch.max(*reached);
+            }
+        }
     }
 
     /// Finds the largest batch that fits between one that does and one that does
@@ -177,19 +203,8 @@ impl<P: Fn(&Recipe) -> Option<Vec<PlanReport>>> Climb<'_, P> {
     fn halve(&mut self, line: &Recipe, device: usize, mut low: usize, mut high: usize) {
         while high - low > 1 {
             let middle = low + (high - low) / 2;
-            // Another device may have asked already.
-            let known = self.candidates.iter().rev().find(|c| {
-                c.device == device
-                    && c.recipe.batch == middle
-                    && Recipe { batch: middle, ..line.clone() } == c.recipe
-            });
-            let holds = match known {
-                Some(candidate) => fits(&candidate.report),
-                None => {
-                    let Some(reports) = self.at(line, middle) else { return };
-                    fits(&reports[device])
-                }
-            };
+            let Some(reports) = self.at(line, middle) else { return };
+            let holds = fits(&reports[device]);
             if holds { low = middle } else { high = middle }
         }
     }
@@ -232,6 +247,8 @@ mod tests {
         let best = |device| found.fitting.iter().find(|c| c.device == device).unwrap();
         // (1000 - 100) / 100 and (450 - 100) / 50 sequences.
         assert_eq!((best(0).recipe.batch, best(0).bytes()), (9, 1000));
+        let heavy = |c: &&Candidate| c.device == 1 && c.recipe.batch == 7;
+        assert!(found.fitting.iter().any(|c| heavy(&c)), "(450 - 100) / 50");
         assert_eq!(best(1).recipe.batch, 3);
         assert!(best(1).recipe.optimizer_in_backward);
         assert_eq!(found.fitting[0].device, 1, "the faster device comes first");
