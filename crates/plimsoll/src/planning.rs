@@ -7,13 +7,9 @@ use plimsoll_arch::Architecture;
 use plimsoll_cpu::CpuTarget;
 use plimsoll_cuda::{CudaTarget, device_info};
 use plimsoll_infer::InferPlan;
-use plimsoll_plan::{
-    DeviceKind, DeviceProfile, Layout, Lifetime, PlanReport, live_bytes, plan_report,
-};
-use plimsoll_program::{
-    Class, Home, Method, Program, Recipe, Recompute, RecomputePlan, Target, Tensor,
-};
-use plimsoll_report::{Level, Timeline, TimelineOp, TimelineTensor};
+use plimsoll_plan::{DeviceKind, DeviceProfile, Layout, PlanReport, live_bytes, plan_report};
+use plimsoll_program::{Class, Method, Program, Recipe, Recompute, RecomputePlan, Target};
+use plimsoll_report::{Timeline, TimelineOp};
 use plimsoll_train::TrainPlan;
 
 use crate::devices::DeviceArg;
@@ -247,12 +243,19 @@ impl Planned {
             classes: Class::ALL.map(|c| c.name().replace('_', " ")).to_vec(),
             ops: live.iter().enumerate().map(op).collect(),
             tensors: self.lives(),
-            levels: vec![Level { name: "slab".to_owned(), bytes: self.report.peak_bytes }],
+            levels: vec![plimsoll_report::Level {
+                name: "slab".to_owned(),
+                bytes: self.report.peak_bytes,
+            }],
         }
     }
 
     /// Every tensor of the device with its life.
-    fn lives(&self) -> Vec<TimelineTensor> {
+    fn lives(&self) -> Vec<plimsoll_report::TimelineTensor> {
+        use plimsoll_plan::Lifetime;
+        use plimsoll_program::{Home, Tensor};
+        use plimsoll_report::TimelineTensor;
+
         let tensors = self.program.tensors.iter().zip(&self.layout.lifetimes);
         let on_device = tensors.filter(|(tensor, _)| tensor.home == Home::Device);
         let with_life = |(tensor, life): (&Tensor, &Option<Lifetime>)| {

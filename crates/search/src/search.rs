@@ -182,10 +182,10 @@ impl<P: Fn(&Recipe) -> Option<Vec<PlanReport>>> Climb<'_, P> {
                     self.halve(line, d, batch, batch * 2);
                 }
             }
-            for d in 0..n {
-                let gain = reports[d].tokens_per_second / before[d].tokens_per_second - 1.0;
-                if fits(&reports[d]) && gain < GAIN {
-                    reached[d] = Reached::End;
+            for (reached, (now, before)) in reached.iter_mut().zip(reports.iter().zip(&before)) {
+                let gain = now.tokens_per_second / before.tokens_per_second - 1.0;
+                if fits(now) && gain < GAIN {
+                    *reached = Reached::End;
                 }
             }
             before = reports;
