@@ -177,8 +177,8 @@ impl<P: Fn(&Recipe) -> Option<Vec<PlanReport>>> Climb<'_, P> {
         while batch * 2 <= most && (0..n).any(|d| goes_on(d, reached, &before)) {
             let Some(reports) = self.at(line, batch * 2) else { break };
             // The last that fits of devices that end here, by halving.
-            for d in 0..n {
-                if goes_on(d, reached, &before) && !fits(&reports[d]) {
+            for (d, report) in reports.iter().enumerate() {
+                if goes_on(d, reached, &before) && !fits(report) {
                     self.halve(line, d, batch, batch * 2);
                 }
             }
