@@ -5,7 +5,7 @@ use crate::fit::{Fit, Kink};
 use crate::format::{
     Unit, byte_unit, bytes, digits, duration, duration_unit, percent, second_unit, seconds, usd,
 };
-use crate::render::Options;
+use crate::render::{Money, Options};
 use crate::series::{Row, Status};
 use crate::study::{Group, Study};
 use crate::svg::{BAD, Shape};
@@ -14,18 +14,18 @@ use crate::svg::{BAD, Shape};
 const MOST_FITS: usize = 4;
 
 /// Every chart of a study with its name.
-pub fn charts(study: &Study, options: &Options) -> Vec<(&'static str, Chart)> {
+pub fn charts(study: &Study, options: &Options, money: Money) -> Vec<(&'static str, Chart)> {
     let mut out = vec![("memory", memory(study)), ("seconds", time(study))];
     if let Some(samples) = options.samples {
         let count = crate::format::count(samples);
         let label = format!("Time for {count} samples");
         let figure = |row: &Row| row.seconds_for(samples);
         out.push(("samples", whole_run(study, label, figure, duration_unit, duration)));
-        if let Some(price) = options.usd_per_gpu_hour {
-            let price = usd(price * study.gpus().unwrap_or(1.0));
+        if let Some(price) = money.usd_per_hour {
+            let price = usd(price * study.gpus().unwrap_or(1.0) / money.gpus);
             let label = format!("Cost of {count} samples at {price} an hour");
             let figure =
-                |row: &Row| Some(row.seconds_for(samples)? / 3600.0 * options.price_of(row)?);
+                |row: &Row| Some(row.seconds_for(samples)? / 3600.0 * money.price_of(row)?);
             let unit = |_: f64| Unit { name: "USD", size: 1.0 };
             out.push(("cost", whole_run(study, label, figure, unit, usd)));
         }

@@ -2,17 +2,17 @@
 
 use crate::fit::{Fit, Kink};
 use crate::format::{bytes, count, digits, duration, percent, seconds, usd};
-use crate::render::Options;
+use crate::render::{Money, Options};
 use crate::series::{Row, Status};
 use crate::study::{Group, Study};
 
 /// Sentences about a study: the best of all, what its series say in comparison,
 /// then each series.
-pub fn conclusions(study: &Study, options: &Options) -> Vec<String> {
+pub fn conclusions(study: &Study, options: &Options, money: Money) -> Vec<String> {
     let mut out = Vec::new();
     let several = study.groups.len() > 1;
     if several {
-        best_of_all(study, options, &mut out);
+        best_of_all(study, options, money, &mut out);
         for (a, b, word) in pairs(&study.groups) {
             compare(study, a, b, word, options, &mut out);
         }
@@ -20,7 +20,7 @@ pub fn conclusions(study: &Study, options: &Options) -> Vec<String> {
     for group in &study.groups {
         let from = out.len();
         capacity(study, group, &mut out);
-        whole_run(study, group, options, &mut out);
+        whole_run(study, group, options, money, &mut out);
         accuracy(group, &study.axis, &mut out);
         fits(group, &study.axis, &mut out);
         speed(group, &study.axis, &mut out);
@@ -58,7 +58,7 @@ fn pairs<'a, 'b>(groups: &'b [Group<'a>]) -> Vec<(&'b Group<'a>, &'b Group<'a>, 
     out
 }
 
-fn best_of_all(study: &Study, options: &Options, out: &mut Vec<String>) {
+fn best_of_all(study: &Study, options: &Options, money: Money, out: &mut Vec<String>) {
     let best = study
         .groups
         .iter()
@@ -68,7 +68,7 @@ fn best_of_all(study: &Study, options: &Options, out: &mut Vec<String>) {
     let at = format!("{}, {} {}", group.name, study.axis, study.value(*x, row));
     match options.samples.and_then(|samples| Some((samples, row.seconds_for(samples)?))) {
         Some((samples, seconds)) => {
-            let cost = cost(seconds, row, options);
+            let cost = cost(seconds, row, money);
             out.push(format!(
                 "{} samples take the least time with {at}: {}{cost}.",
                 count(samples),
@@ -83,8 +83,8 @@ fn best_of_all(study: &Study, options: &Options, out: &mut Vec<String>) {
 }
 
 /// `, 6.86 USD`, where a price is known.
-fn cost(seconds: f64, row: &Row, options: &Options) -> String {
-    let cost = options.price_of(row).map(|price| format!(", {}", usd(seconds / 3600.0 * price)));
+fn cost(seconds: f64, row: &Row, money: Money) -> String {
+    let cost = money.price_of(row).map(|price| format!(", {}", usd(seconds / 3600.0 * price)));
     cost.unwrap_or_default()
 }
 
@@ -137,7 +137,7 @@ fn compare(
 }
 
 /// The time of a whole run, at its best.
-fn whole_run(study: &Study, group: &Group, options: &Options, out: &mut Vec<String>) {
+fn whole_run(study: &Study, group: &Group, options: &Options, money: Money, out: &mut Vec<String>) {
     let Some(samples) = options.samples else { return };
     let Some((x, row)) = group.fastest() else { return };
     let Some(seconds) = row.seconds_for(samples) else { return };
@@ -147,7 +147,7 @@ fn whole_run(study: &Study, group: &Group, options: &Options, out: &mut Vec<Stri
         duration(seconds),
         study.axis,
         study.value(*x, row),
-        cost(seconds, row, options)
+        cost(seconds, row, money)
     ));
 }
 

@@ -46,16 +46,24 @@ pub struct Options {
     pub timelines: Vec<Timeline>,
     /// Samples of a whole run, for its time.
     pub samples: Option<f64>,
-    /// US dollars an hour for one GPU, for its cost.
-    pub usd_per_gpu_hour: Option<f64>,
+    /// US dollars an hour for the machine, for its cost. Runs on fewer GPUs than
+    /// others of the same report cost their share.
+    pub usd_per_hour: Option<f64>,
     /// Further words for what was left out.
     pub notes: Vec<String>,
 }
 
-impl Options {
-    /// US dollars an hour for everything that a row ran on.
-    pub fn price_of(&self, row: &Row) -> Option<f64> {
-        Some(self.usd_per_gpu_hour? * row.gpus.unwrap_or(1.0))
+/// What a machine costs, and how many GPUs it has.
+#[derive(Clone, Copy, Debug)]
+pub struct Money {
+    pub usd_per_hour: Option<f64>,
+    pub gpus: f64,
+}
+
+impl Money {
+    /// US dollars an hour for the GPUs that a row ran on.
+    pub fn price_of(self, row: &Row) -> Option<f64> {
+        Some(self.usd_per_hour? * row.gpus.unwrap_or(1.0) / self.gpus)
     }
 }
 
@@ -114,6 +122,8 @@ pub fn render(series: &[Series], options: &Options) -> Result<Report, ReportErro
     for one in series {
         notes.extend(one.problems.iter().chain(&one.notes).cloned());
     }
+    let gpus = series.iter().flat_map(|s| &s.rows).filter_map(|row| row.gpus);
+    let money = Money { usd_per_hour: options.usd_per_hour, gpus: gpus.fold(1.0, f64::max) };
     let studies = studies(series, options, &mut notes)?;
     let mut said = Vec::new();
     let mut charts = Vec::new();
@@ -121,9 +131,9 @@ pub fn render(series: &[Series], options: &Options) -> Result<Report, ReportErro
     let mut headings: Vec<(String, usize)> = Vec::new();
     let alone = studies.len() == 1;
     for study in &studies {
-        said.extend(conclusions(study, options));
+        said.extend(conclusions(study, options, money));
         let before = charts.len();
-        for (name, chart) in crate::charts::charts(study, options) {
+        for (name, chart) in crate::charts::charts(study, options, money) {
             match chart.draw() {
                 Some(svg) => charts.push((format!("{}{name}", study.prefix(alone)), svg)),
                 None => notes.push(format!(
@@ -157,7 +167,7 @@ pub fn render(series: &[Series], options: &Options) -> Result<Report, ReportErro
         1 => format!("{}: 1 point", names.join(", ")),
         _ => format!("{}: {count} points", names.join(", ")),
     };
-    let tables: Vec<_> = series.iter().map(|s| (s, table(s, options))).collect();
+    let tables: Vec<_> = series.iter().map(|s| (s, table(s, options, money))).collect();
 
     let mut markdown = format!("# {title}\n\n");
     for line in &said {

@@ -1,7 +1,7 @@
 //! The rows as a table, in Markdown and in HTML.
 
 use crate::format::{Unit, byte_unit, count, digits, duration_unit, percent, second_unit};
-use crate::render::Options;
+use crate::render::{Money, Options};
 use crate::series::{Row, Series};
 use crate::svg::escape;
 
@@ -20,7 +20,7 @@ struct Column<'a> {
 }
 
 /// One table of one sweep; each size and time column names its unit.
-pub fn table(series: &Series, options: &Options) -> Table {
+pub fn table(series: &Series, options: &Options, money: Money) -> Table {
     let rows = &series.rows;
     let largest =
         |figure: fn(&Row) -> Option<f64>| rows.iter().filter_map(figure).fold(0.0, f64::max);
@@ -119,7 +119,7 @@ pub fn table(series: &Series, options: &Options) -> Table {
         Column {
             name: format!("cost of {samples} samples (USD)"),
             figure: &|row| {
-                let price = options.price_of(row)?;
+                let price = money.price_of(row)?;
                 whole(row).map(|s| format!("{:.2}", s / 3600.0 * price))
             },
             word: false,

@@ -25,7 +25,8 @@ pub struct ReportArgs {
     /// Samples of a whole run, for the time that each configuration takes for them.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub samples: Option<u64>,
-    /// What one GPU costs an hour, for the cost of these samples.
+    /// What the machine costs an hour, for the cost of these samples; runs on fewer GPUs
+    /// than others of the same report cost their share.
     #[arg(long, value_name = "USD_PER_HOUR", value_parser = parse_price, requires = "samples")]
     pub price: Option<f64>,
     /// What is on the horizontal axis [default: the first number that varies]
@@ -52,7 +53,7 @@ pub fn run(args: &ReportArgs) -> Outcome {
         title: args.title.clone(),
         axis: args.axis.clone(),
         samples: args.samples.map(|n| n as f64),
-        usd_per_gpu_hour: args.price,
+        usd_per_hour: args.price,
         ..Options::default()
     };
     let mut problems = Vec::new();
