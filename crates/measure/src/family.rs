@@ -1,6 +1,7 @@
 //! A process and everything that it started: how much memory they hold
 //! together, and their end.
 
+use std::collections::HashSet;
 use std::io;
 use std::time::{Duration, Instant};
 
@@ -53,34 +54,79 @@ fn send(target: i32, signal: i32) {
 #[cfg(not(unix))]
 fn send(_: i32, _: i32) {}
 
+/// The environment variable by which a family is known: what a process starts
+/// has it too, whichever session and parent it ends up with.
+pub const MARK: &str = "PLIMSOLL_POINT_FAMILY";
+
 /// The child and everything that it started.
 pub struct Family {
     leader: u32,
+    /// `MARK=value`.
+    mark: Vec<u8>,
     /// Process number and start time, which together name a process for good.
     members: Vec<(u32, u64)>,
+    /// Processes that were found to be somebody else's.
+    strangers: HashSet<(u32, u64)>,
     searched: Instant,
+    last_end: Option<Instant>,
 }
 
 impl Family {
-    pub fn new(leader: u32) -> Self {
-        let mut family = Self { leader, members: Vec::new(), searched: Instant::now() };
+    /// The family of a child that was started with this value of [`MARK`].
+    pub fn new(leader: u32, mark: &str) -> Self {
+        let mut family = Self {
+            leader,
+            mark: format!("{MARK}={mark}").into_bytes(),
+            members: Vec::new(),
+            strangers: HashSet::new(),
+            searched: Instant::now(),
+            last_end: None,
+        };
         family.search();
         family
     }
 
-    /// Finds members by session, by descent, and by having been one before:
-    /// launchers give ranks sessions of their own, and orphans lose their
-    /// parent.
+    /// When a member was last missed.
+    pub fn last_end(&self) -> Option<Instant> {
+        self.last_end
+    }
+
+    pub fn has(&self, pid: u32) -> bool {
+        self.members.iter().any(|member| member.0 == pid)
+    }
+
+    /// Finds members by session, by descent, by having been one before, and by
+    /// their mark: launchers give ranks sessions of their own, and orphans lose
+    /// their parent.
     fn search(&mut self) {
         self.searched = Instant::now();
         let all = processes();
         let known = std::mem::take(&mut self.members);
+        let mut marked: HashSet<(u32, u64)> = HashSet::new();
+        for p in &all {
+            let name = (p.pid, p.start);
+            if known.contains(&name) || self.strangers.contains(&name) {
+                continue;
+            }
+            // A process's environment is read once: it does not change.
+            match std::fs::read(format!("/proc/{}/environ", p.pid)) {
+                Ok(environ) if environ.split(|&b| b == 0).any(|v| v == self.mark) => {
+                    marked.insert(name);
+                }
+                // Between fork and exec it may be empty still.
+                Ok(environ) if environ.is_empty() => {}
+                _ => {
+                    self.strangers.insert(name);
+                }
+            }
+        }
         let mut found: Vec<&Process> = all
             .iter()
             .filter(|p| {
                 p.pid == self.leader
                     || p.session == self.leader
                     || known.contains(&(p.pid, p.start))
+                    || marked.contains(&(p.pid, p.start))
             })
             .collect();
         let mut next = 0;
@@ -94,6 +140,9 @@ impl Family {
             next += 1;
         }
         self.members = found.iter().map(|p| (p.pid, p.start)).collect();
+        if known.iter().any(|member| !self.members.contains(member)) {
+            self.last_end = Some(Instant::now());
+        }
     }
 
     /// Bytes that only the family holds, and its resident memory or peak.
@@ -101,18 +150,20 @@ impl Family {
         if self.searched.elapsed() >= SEARCH {
             self.search();
         }
-        let alone = self.members.len() < 2;
         let (mut anon, mut shared, mut resident) = (0, 0, None);
+        // The kernel keeps the peak of each process; of all together it is what
+        // was seen.
+        let mut largest = None;
         for &(pid, _) in &self.members {
             // One that has just ended holds nothing.
             if let Ok(memory) = Resident::of(pid) {
                 anon += memory.anon;
                 shared = memory.shmem.max(shared);
-                let of_it = if alone { memory.peak } else { memory.rss };
-                resident = Some(resident.unwrap_or(0) + of_it);
+                resident = Some(resident.unwrap_or(0) + memory.rss);
+                largest = largest.max(Some(memory.peak));
             }
         }
-        (anon + shared, resident)
+        (anon + shared, resident.max(largest))
     }
 
     /// A polite signal, and time to follow it.

@@ -6,6 +6,7 @@
 //! Vary        "batch=1.."  ->  the values to try
 //! Sweep       DIR/points.jsonl: which point is next, what is finished
 //! run_point   one point in a fresh process: ok, oom, refused, failed, timeout
+//! Pattern     where the figures of somebody else's trainer are in its output
 //! Resident    memory of a process;  machine_memory: what the machine grants
 //! ```
 //!
@@ -31,6 +32,8 @@
 
 mod family;
 mod machine;
+mod nvml;
+mod output;
 mod point;
 mod process;
 mod resident;
@@ -38,8 +41,9 @@ mod sweep;
 mod vary;
 
 pub use machine::{MachineMemory, machine_memory, machine_memory_limit};
+pub use output::{OutputRules, Pattern, PatternError, fill_in};
 pub use point::{Point, Status};
-pub use process::{Launch, Outcome, RunError, run_point};
+pub use process::{Launch, Outcome, Reads, RunError, run_point};
 pub use resident::{Resident, ResidentError, peak, reset_peak};
 pub use sweep::{Sweep, SweepError};
 pub use vary::{Vary, VaryError};

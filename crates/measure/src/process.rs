@@ -5,15 +5,17 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value};
 
-use crate::family::{Family, LOOK, SIGINT, SIGKILL, SIGTERM, has_ended};
+use crate::family::{Family, LOOK, MARK, SIGINT, SIGKILL, SIGTERM, has_ended, process};
 use crate::human_bytes;
 use crate::machine::oom_kills;
+use crate::nvml::DeviceMemory;
+use crate::output::{Follower, OutputRules, means_out_of_memory, result_file};
 use crate::point::{Point, Status};
 
 /// Longest line of output that is kept whole.
@@ -44,8 +46,18 @@ pub struct Launch {
     /// Where the output goes: standard error, and of standard output all but
     /// the result. An existing log is appended to.
     pub log: PathBuf,
+    /// Where the figures are.
+    pub reads: Reads,
+}
+
+/// Where a process leaves its figures.
+#[derive(Clone, Debug)]
+pub enum Reads {
     /// The last line of standard output must be a JSON object, the result.
-    pub expect_result: bool,
+    LastLine,
+    /// It is somebody else's: its output is searched, and its memory is what
+    /// the driver and the kernel say.
+    Output(Box<OutputRules>),
 }
 
 impl Launch {
@@ -58,7 +70,7 @@ impl Launch {
             timeout: None,
             memory_limit: None,
             log,
-            expect_result: true,
+            reads: Reads::LastLine,
         }
     }
 }
@@ -67,7 +79,8 @@ impl Launch {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outcome {
     pub status: Status,
-    /// The last line of standard output, if it is a JSON object.
+    /// The last line of standard output, if it is a JSON object; of somebody
+    /// else's process what was found and measured.
     pub result: Map<String, Value>,
     /// Why the status is not `ok`.
     pub message: Option<String>,
@@ -116,8 +129,15 @@ enum Ended {
     Itself,
     Timeout,
     Memory(u64),
+    /// Memory ran out in one process and the others went on without it.
+    OutOfMemory,
     Stop,
 }
+
+/// How often the driver is asked.
+const ASK_DRIVER: Duration = Duration::from_millis(100);
+/// After memory ran out and a process ended, the others have this long to end.
+const AFTER_DEATH: Duration = Duration::from_secs(5);
 
 /// Runs one point to its end and leaves none of its processes behind.
 ///
@@ -145,7 +165,20 @@ pub fn run_point(launch: &Launch, stop: &AtomicBool) -> Result<Outcome, RunError
     let (mut log, log_start) = open_log(&launch.log)?;
     let kills_before = oom_kills();
     let start = Instant::now();
-    let mut child = spawn(launch, &mut log)?;
+    let mut devices = match &launch.reads {
+        Reads::LastLine => None,
+        Reads::Output(rules) => {
+            // What an earlier run of this point left must not count for this one.
+            match std::fs::remove_file(&rules.result) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                    return Err(RunError::Log { path: rules.result.clone(), source: e });
+                }
+                _ => DeviceMemory::watch(),
+            }
+        }
+    };
+    let mark = mark();
+    let mut child = spawn(launch, &mark, &mut log)?;
     let pid = child.id();
 
     // The reader ends when every holder of the pipe has; one that escaped the
@@ -155,7 +188,13 @@ pub fn run_point(launch: &Launch, stop: &AtomicBool) -> Result<Outcome, RunError
         std::thread::spawn(move || sender.send(copy_all_but_last_line(stdout, log)));
     }
 
-    let mut family = Family::new(pid);
+    let mut family = Family::new(pid, &mark);
+    let mut follower = match &launch.reads {
+        Reads::LastLine => None,
+        Reads::Output(rules) => Some(Follower::new(&launch.log, log_start, rules.pattern.clone())),
+    };
+    let (mut asked, mut died, mut killed): (Option<Instant>, Option<Instant>, Option<Instant>) =
+        (None, None, None);
     let mut peak = None;
     let ended = loop {
         match has_ended(pid) {
@@ -175,6 +214,26 @@ pub fn run_point(launch: &Launch, stop: &AtomicBool) -> Result<Outcome, RunError
         {
             break Ended::Memory(held);
         }
+        if let Some(devices) = &mut devices
+            && asked.is_none_or(|asked| asked.elapsed() >= ASK_DRIVER)
+        {
+            asked = Some(Instant::now());
+            devices.look(|pid| family.has(pid), |pid| process(pid).is_some());
+        }
+        if let (Some(follower), Reads::Output(rules)) = (&mut follower, &launch.reads) {
+            follower.read();
+            // The word may be read some moments after its process ended.
+            let said = follower.oom.as_ref().map(|oom| oom.0 - Duration::from_secs(1));
+            if killed.is_none() && is_more(kills_before, oom_kills()) {
+                killed = Some(Instant::now());
+            }
+            if died.is_none() && said.is_some_and(|said| family.last_end() >= Some(said)) {
+                died = family.last_end();
+            }
+            if hangs(follower, died, killed, rules.oom_grace) {
+                break Ended::OutOfMemory;
+            }
+        }
         if stop.load(Ordering::Relaxed) {
             break Ended::Stop;
         }
@@ -188,13 +247,26 @@ pub fn run_point(launch: &Launch, stop: &AtomicBool) -> Result<Outcome, RunError
     match ended {
         Ended::Stop => family.ask(SIGINT, pid),
         Ended::Timeout => family.ask(SIGTERM, pid),
-        Ended::Itself | Ended::Memory(_) => {}
+        Ended::Itself | Ended::Memory(_) | Ended::OutOfMemory => {}
     }
     // The leader is not waited for yet: while it is a zombie its number, and
     // with it that of the group, cannot go to anybody else.
     family.end(SIGKILL);
     let exit = child.wait().map_err(|source| RunError::Watch { pid, source })?;
     let wall = start.elapsed();
+    if matches!(ended, Ended::Stop) {
+        return Err(RunError::Interrupted);
+    }
+    let killed = is_more(kills_before, oom_kills());
+    let tail = log_tail(&launch.log, log_start);
+    if let (Some(mut follower), Reads::Output(rules)) = (follower, &launch.reads) {
+        follower.finish();
+        let (mut result, bad) = figures(&follower, rules);
+        add_memory(&mut result, devices.as_ref(), peak);
+        let (status, message) =
+            judge(&ended, exit, launch, &follower, bad, &result, &tail, killed, wall);
+        return Ok(Outcome { status, result, message, peak_resident_bytes: peak, wall });
+    }
     let line = last_line.recv_timeout(Duration::from_secs(2)).unwrap_or_default();
 
     let result = serde_json::from_slice::<Value>(&line).ok();
@@ -202,25 +274,12 @@ pub fn run_point(launch: &Launch, stop: &AtomicBool) -> Result<Outcome, RunError
         Some(Value::Object(object)) => Some(object),
         _ => None,
     };
-    let tail = log_tail(&launch.log, log_start);
-    let killed = match (kills_before, oom_kills()) {
-        (Some(before), Some(after)) => after > before,
-        _ => false,
-    };
     let (status, message) = match ended {
-        Ended::Stop => return Err(RunError::Interrupted),
-        Ended::Memory(held) => (
-            Status::Oom,
-            Some(format!(
-                "ended at {} of resident memory, over the limit of {}",
-                human_bytes(held),
-                human_bytes(launch.memory_limit.unwrap_or(0))
-            )),
-        ),
-        Ended::Timeout => {
-            (Status::Timeout, Some(format!("not finished after {:.1} s", wall.as_secs_f64())))
+        Ended::Memory(held) => (Status::Oom, Some(over_limit(held, launch))),
+        Ended::Timeout => (Status::Timeout, Some(too_late(wall))),
+        Ended::Itself | Ended::OutOfMemory | Ended::Stop => {
+            classify(exit, result.as_mut(), &line, &tail, killed)
         }
-        Ended::Itself => classify(exit, launch, result.as_mut(), &line, &tail, killed),
     };
     Ok(Outcome {
         status,
@@ -231,9 +290,168 @@ pub fn run_point(launch: &Launch, stop: &AtomicBool) -> Result<Outcome, RunError
     })
 }
 
-fn classify(
+fn over_limit(held: u64, launch: &Launch) -> String {
+    format!(
+        "ended at {} of resident memory, over the limit of {}",
+        human_bytes(held),
+        human_bytes(launch.memory_limit.unwrap_or(0))
+    )
+}
+
+fn too_late(wall: Duration) -> String {
+    format!("not finished after {:.1} s", wall.as_secs_f64())
+}
+
+fn is_more(before: Option<u64>, after: Option<u64>) -> bool {
+    matches!((before, after), (Some(before), Some(after)) if after > before)
+}
+
+/// Whether a trainer goes on that has run out of memory: one of its processes
+/// is gone and the others wait for it, or nothing has come of it for `grace`.
+fn hangs(
+    follower: &Follower,
+    died: Option<Instant>,
+    killed: Option<Instant>,
+    grace: Duration,
+) -> bool {
+    let Some(stuck) = follower.stuck_for() else {
+        // The kernel's killer says nothing in the log.
+        return killed.is_some_and(|killed| killed.elapsed() >= grace);
+    };
+    let dead_for = died.map_or(Duration::ZERO, |died| died.elapsed()).min(stuck);
+    !follower.recovered() && (stuck >= grace || dead_for >= AFTER_DEATH)
+}
+
+/// What a process of somebody else's said about its speed, and what was wrong
+/// with it.
+fn figures(follower: &Follower, rules: &OutputRules) -> (Map<String, Value>, Option<String>) {
+    let (from_file, bad_file) = match result_file(&rules.result) {
+        Ok(object) => (object, None),
+        Err(reason) => (None, Some(reason)),
+    };
+    let (mut out, bad_output) = match follower.figures() {
+        Ok(figures) => (figures, None),
+        // A file says it as well.
+        Err(_) if from_file.is_some() => (Map::new(), None),
+        Err(reason) => (Map::new(), Some(reason)),
+    };
+    if let Some(object) = from_file {
+        if object.contains_key("iterations_per_second")
+            || object.contains_key("seconds_per_iteration")
+        {
+            out.retain(|name, _| {
+                name != "iterations_per_second" && name != "seconds_per_iteration"
+            });
+        }
+        out.extend(object);
+    }
+    // One says the other.
+    for (known, wanted) in [
+        ("iterations_per_second", "seconds_per_iteration"),
+        ("seconds_per_iteration", "iterations_per_second"),
+    ] {
+        if let Some(x) = out.get(known).and_then(Value::as_f64).filter(|&x| x > 0.0)
+            && !out.contains_key(wanted)
+        {
+            out.insert(wanted.to_owned(), (1.0 / x).into());
+        }
+    }
+    (out, bad_file.or(bad_output))
+}
+
+/// Adds what the driver or the kernel saw; what the process says about that
+/// itself does not count.
+fn add_memory(
+    result: &mut Map<String, Value>,
+    devices: Option<&DeviceMemory>,
+    resident: Option<u64>,
+) {
+    result.remove("measured_bytes");
+    match (devices.and_then(DeviceMemory::peaks), resident) {
+        (Some((peaks, by)), _) => {
+            let largest = peaks.iter().copied().max().unwrap_or(0);
+            result.insert("measured_bytes".to_owned(), largest.into());
+            result.insert("measured_by".to_owned(), by.into());
+            if peaks.len() > 1 {
+                result.insert("measured_bytes_per_rank".to_owned(), peaks.into());
+            }
+        }
+        (None, Some(resident)) => {
+            result.insert("measured_bytes".to_owned(), resident.into());
+            result.insert("measured_by".to_owned(), "resident".into());
+        }
+        (None, None) => {}
+    }
+}
+
+/// The status of a process of somebody else's.
+fn judge(
+    ended: &Ended,
     exit: ExitStatus,
     launch: &Launch,
+    follower: &Follower,
+    bad: Option<String>,
+    result: &Map<String, Value>,
+    tail: &[String],
+    killed: bool,
+    wall: Duration,
+) -> (Status, Option<String>) {
+    let said = follower.oom.as_ref().map(|(_, line)| line.clone());
+    match ended {
+        Ended::Memory(held) => return (Status::Oom, Some(over_limit(*held, launch))),
+        Ended::OutOfMemory => {
+            let line = said.unwrap_or_else(|| KILLED.to_owned());
+            return (Status::Oom, Some(format!("{line} (what went on without it was ended)")));
+        }
+        Ended::Timeout => {
+            return match said.filter(|_| !follower.recovered()) {
+                Some(line) => (Status::Oom, Some(format!("{line} ({})", too_late(wall)))),
+                None => (Status::Timeout, Some(too_late(wall))),
+            };
+        }
+        Ended::Itself | Ended::Stop => {}
+    }
+    let stated = result.get("status").cloned();
+    if !exit.success() {
+        let (status, message) = classify(exit, None, &[], tail, killed);
+        return match said {
+            Some(line) if status == Status::Failed => (Status::Oom, Some(line)),
+            // Status 3 is this program's word for it, not everybody's.
+            None if status == Status::Refused => (Status::Failed, Some(last_words(exit, tail))),
+            _ => (status, message),
+        };
+    }
+    if let Some(stated) = stated {
+        let message = result.get("message").and_then(Value::as_str).map(str::to_owned);
+        return match serde_json::from_value(stated) {
+            Ok(status) => (status, message),
+            Err(e) => (Status::Failed, Some(format!("its result's status: {e}"))),
+        };
+    }
+    let has_rate = result.contains_key("iterations_per_second");
+    match (bad, said) {
+        // A script that ends well whatever becomes of the trainer in it.
+        (_, Some(line)) if !has_rate || !follower.recovered() => (Status::Oom, Some(line)),
+        (Some(reason), _) => (Status::Failed, Some(format!("exit status 0, but {reason}"))),
+        (None, _) if !has_rate => {
+            let message = "no rate: its output has no it/s, s/it or train_steps_per_second; give                            --pattern, or write the file {result}";
+            (Status::Ok, Some(message.to_owned()))
+        }
+        (None, _) => (Status::Ok, None),
+    }
+}
+
+const KILLED: &str = "the kernel's out-of-memory killer ended it or one of its processes";
+
+fn last_words(exit: ExitStatus, tail: &[String]) -> String {
+    match tail {
+        [] => format!("{exit}, without a word"),
+        _ => format!("{exit}: {}", tail[tail.len().saturating_sub(5)..].join("\n")),
+    }
+}
+
+fn classify(
+    exit: ExitStatus,
     result: Option<&mut Map<String, Value>>,
     line: &[u8],
     tail: &[String],
@@ -246,7 +464,7 @@ fn classify(
         (stated, said.map(str::to_owned))
     });
     if exit.success() {
-        if launch.expect_result && !has_result {
+        if !has_result {
             let shown = String::from_utf8_lossy(&line[..line.len().min(200)]);
             let message = format!(
                 "exit status 0, but the last line of its output is not a JSON object: `{shown}`"
@@ -260,10 +478,6 @@ fn classify(
         };
         return (status, said);
     }
-    let last_words = || match tail {
-        [] => format!("{exit}, without a word"),
-        _ => format!("{exit}: {}", tail[tail.len().saturating_sub(5)..].join("\n")),
-    };
     if exit.code() == Some(3) {
         return (
             Status::Refused,
@@ -274,8 +488,7 @@ fn classify(
         );
     }
     if killed_by_kernel {
-        let message = "the kernel's out-of-memory killer ended it or one of its processes";
-        return (Status::Oom, Some(message.to_owned()));
+        return (Status::Oom, Some(KILLED.to_owned()));
     }
     // 128 + 9 is how a shell passes on that its command was killed.
     if signal(exit) == Some(SIGKILL) || exit.code() == Some(137) {
@@ -285,32 +498,7 @@ fn classify(
     if let Some(line) = tail.iter().rev().find(|line| means_out_of_memory(line)) {
         return (Status::Oom, Some(line.clone()));
     }
-    (Status::Failed, Some(said.unwrap_or_else(last_words)))
-}
-
-/// What programs say when an allocation fails.
-fn means_out_of_memory(line: &str) -> bool {
-    // Rust's `handle_alloc_error` before it aborts.
-    (line.contains("memory allocation of ") && line.contains(" bytes failed"))
-        || [
-            // PyTorch since 2.5, and before; its CPU allocator.
-            "torch.OutOfMemoryError",
-            "torch.cuda.OutOfMemoryError",
-            "CUDA out of memory",
-            "DefaultCPUAllocator: can't allocate memory",
-            // The driver, the runtime, NCCL and cuBLAS on top of it.
-            "CUDA_ERROR_OUT_OF_MEMORY",
-            "CUDA error: out of memory",
-            "cudaErrorMemoryAllocation",
-            "CUBLAS_STATUS_ALLOC_FAILED",
-            // C++, Python, JAX, and the C library's ENOMEM.
-            "std::bad_alloc",
-            "MemoryError",
-            "RESOURCE_EXHAUSTED: Out of memory",
-            "Cannot allocate memory",
-        ]
-        .iter()
-        .any(|words| line.contains(words))
+    (Status::Failed, Some(said.unwrap_or_else(|| last_words(exit, tail))))
 }
 
 fn open_log(path: &Path) -> Result<(File, u64), RunError> {
@@ -325,16 +513,29 @@ fn open_log(path: &Path) -> Result<(File, u64), RunError> {
     open().map_err(|source| RunError::Log { path: path.to_owned(), source })
 }
 
-fn spawn(launch: &Launch, log: &mut File) -> Result<Child, RunError> {
-    let stderr =
-        log.try_clone().map_err(|source| RunError::Log { path: launch.log.clone(), source })?;
+/// A value of [`MARK`] that no other family has.
+fn mark() -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_nanos());
+    format!("{}-{time}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed))
+}
+
+fn spawn(launch: &Launch, mark: &str, log: &mut File) -> Result<Child, RunError> {
+    let copy = |log: &File| {
+        log.try_clone().map_err(|source| RunError::Log { path: launch.log.clone(), source })
+    };
+    let stdout = match launch.reads {
+        Reads::LastLine => Stdio::piped(),
+        Reads::Output(_) => copy(log)?.into(),
+    };
     let mut command = Command::new(&launch.program);
     command
         .args(&launch.args)
         .envs(launch.env.iter().map(|(name, value)| (name, value)))
+        .env(MARK, mark)
         .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(stderr);
+        .stdout(stdout)
+        .stderr(copy(log)?);
     own_session(&mut command);
     command.spawn().map_err(|source| RunError::Start {
         program: launch.program.to_string_lossy().into_owned(),
@@ -451,7 +652,8 @@ fn log_tail(path: &Path, start: u64) -> Vec<String> {
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
-    use crate::family::{GRACE, process};
+    use crate::family::GRACE;
+    use crate::output::Pattern;
 
     struct Run {
         dir: tempfile::TempDir,
@@ -533,12 +735,89 @@ mod tests {
         assert_eq!(status_and_message(r#"echo '{"status": "fine"}'"#).0, Status::Failed);
     }
 
+    /// Somebody else's trainer.
+    fn trainer(script: &str) -> Run {
+        let mut run = shell(script);
+        let result = run.dir.path().join("result.json");
+        run.launch.env.push(("RESULT".into(), result.clone().into()));
+        run.launch.timeout = Some(Duration::from_secs(60));
+        let oom_grace = Duration::from_secs(2);
+        let pattern = Pattern::common();
+        run.launch.reads = Reads::Output(Box::new(OutputRules { pattern, result, oom_grace }));
+        run
+    }
+
     #[test]
-    fn somebody_elses_command_needs_no_result() {
-        let mut run = shell("echo done");
-        run.launch.expect_result = false;
-        assert_eq!(run.outcome().status, Status::Ok);
+    fn somebody_elses_output_and_result() {
+        let run = trainer("echo '30/30 [00:20, 1.50it/s]' >&2; echo done; sleep 0.2");
+        let outcome = run.outcome();
+        assert_eq!((outcome.status, outcome.message.clone()), (Status::Ok, None));
         assert!(run.log().contains("done"));
+        let point = outcome.into_point(Map::new());
+        assert_eq!(point.iterations_per_second, Some(1.5));
+        assert_eq!(point.seconds_per_iteration, Some(1.0 / 1.5));
+        assert!(point.measured_bytes.unwrap() > 100_000);
+        assert_eq!(point.extra["measured_by"], "resident");
+
+        let line = r#"{"iterations_per_second": 3, "measured_bytes": 1, "loss": 2.5}"#;
+        let point = trainer(&format!("echo '{line}' > $RESULT; echo 9it/s")).outcome();
+        assert_eq!(point.result["iterations_per_second"], 3);
+        assert_ne!(point.result.get("measured_bytes"), Some(&1.into()));
+
+        let outcome = trainer("echo hello").outcome();
+        assert_eq!(outcome.status, Status::Ok);
+        assert!(outcome.message.unwrap().contains("--pattern"));
+        let outcome = trainer("echo garbage > $RESULT").outcome();
+        assert_eq!(outcome.status, Status::Failed);
+        assert!(outcome.message.unwrap().contains("`garbage`"));
+        let outcome = trainer("head -c 3000000 /dev/urandom; exit 5").outcome();
+        assert_eq!(outcome.status, Status::Failed);
+        let outcome = trainer("exit 3").outcome();
+        assert_eq!(outcome.status, Status::Failed);
+        assert!(outcome.message.unwrap().contains("without a word"));
+    }
+
+    #[test]
+    fn somebody_elses_out_of_memory() {
+        let oom = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB";
+        // Long before the end of the log.
+        let run = trainer(&format!("echo '{oom}' >&2; yes ranks wait | head -n 9999; exit 1"));
+        let outcome = run.outcome();
+        assert_eq!((outcome.status, outcome.message.as_deref()), (Status::Oom, Some(oom)));
+        let swallowed = trainer(&format!("(echo '{oom}'; exit 1) || true")).outcome();
+        assert_eq!(swallowed.status, Status::Oom);
+        // Caught, and then it went on.
+        let went_on = "for i in 1 2 3 4; do echo 2it/s; sleep 0.1; done";
+        let run = trainer(&format!("echo '{oom}'; sleep 1; {went_on}; sleep 3; {went_on}"));
+        assert_eq!(run.outcome().status, Status::Ok);
+        // The word and then silence, until the timeout.
+        let mut run = trainer(&format!("echo '{oom}'; sleep 100"));
+        run.launch.timeout = Some(Duration::from_secs(1));
+        assert_eq!(run.outcome().status, Status::Oom);
+    }
+
+    #[test]
+    fn ranks_that_spin_without_the_one_that_ran_out_of_memory_are_ended() {
+        // One rank in a session of its own without a parent, as launchers do it.
+        let script = r#"cd "$DIR"
+            rank() { echo $(exec sh -c 'echo $PPID') >> pids; }
+            (rank; while :; do :; done) &
+            (rank; while sleep 0.1; do echo waiting; done) &
+            (setsid sh -c 'echo $$ >> pids; trap "" TERM; sleep 100' &)
+            (sleep 0.5; echo 'RuntimeError: CUDA error: out of memory'; exit 1) &
+            wait"#;
+        let mut run = trainer(script);
+        run.launch.env.push(("DIR".into(), run.dir.path().into()));
+        let start = Instant::now();
+        let outcome = run.outcome();
+        assert_eq!(outcome.status, Status::Oom, "{outcome:?}");
+        assert!(outcome.message.unwrap().starts_with("RuntimeError: CUDA error: out of memory"));
+        assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+        let pids = pids(&run.dir.path().join("pids"));
+        assert_eq!(pids.len(), 3);
+        for pid in pids {
+            assert!(process(pid).is_none(), "{pid} is still there");
+        }
     }
 
     #[test]

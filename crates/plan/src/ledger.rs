@@ -18,7 +18,7 @@ pub struct Live {
 }
 
 /// The answer of `plimsoll plan`, as its JSON prints it. Bytes and seconds.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct PlanReport {
     pub model: String,
     pub parameters: u64,

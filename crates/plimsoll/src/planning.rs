@@ -219,6 +219,18 @@ pub struct Planned {
 }
 
 impl Planned {
+    /// The same layout on another device of the same kind.
+    pub fn report_for(
+        &self,
+        planner: &Planner,
+        arch: &Architecture,
+        recipe: &Recipe,
+    ) -> PlanReport {
+        let (memory, documents) = (planner.memory, planner.document_tokens);
+        let (program, layout) = (&self.program, &self.layout);
+        plan_report(arch, recipe, program, layout, &planner.device, memory, documents)
+    }
+
     /// Live bytes over the ops of a step, by class, for a chart.
     pub fn timeline(&self, title: String) -> Timeline {
         let live = live_bytes(&self.program, &self.layout);
@@ -230,7 +242,33 @@ impl Planned {
             title,
             classes: Class::ALL.map(|c| c.name().replace('_', " ")).to_vec(),
             ops: live.iter().enumerate().map(op).collect(),
+            tensors: self.lives(),
+            levels: vec![plimsoll_report::Level {
+                name: "slab".to_owned(),
+                bytes: self.report.peak_bytes,
+            }],
         }
+    }
+
+    /// Every tensor of the device with its life.
+    fn lives(&self) -> Vec<plimsoll_report::TimelineTensor> {
+        use plimsoll_plan::Lifetime;
+        use plimsoll_program::{Home, Tensor};
+        use plimsoll_report::TimelineTensor;
+
+        let tensors = self.program.tensors.iter().zip(&self.layout.lifetimes);
+        let on_device = tensors.filter(|(tensor, _)| tensor.home == Home::Device);
+        let with_life = |(tensor, life): (&Tensor, &Option<Lifetime>)| {
+            let life = life.as_ref()?;
+            Some(TimelineTensor {
+                name: tensor.name.clone(),
+                class: Class::ALL.iter().position(|class| *class == tensor.class)?,
+                bytes: tensor.bytes(),
+                first: life.first,
+                last: life.last,
+            })
+        };
+        on_device.filter_map(with_life).collect()
     }
 
     /// Refuses what does not fit, with the ledger's numbers and advice.

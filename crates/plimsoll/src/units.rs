@@ -85,6 +85,17 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     }
 }
 
+/// US dollars an hour.
+///
+/// # Errors
+/// It is no price.
+pub fn parse_price(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(usd) if usd.is_finite() && (0.0..=1e6).contains(&usd) => Ok(usd),
+        _ => Err(format!("`{text}` is no price: give US dollars an hour, such as 2.49")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -31,7 +31,7 @@ pub use weights::{WeightPart, weight_parts};
 /// Scratch memory and alignment of a device, as far as a program depends on it.
 ///
 /// Implemented beside each device, so that a plan for a GPU needs no GPU.
-pub trait Target {
+pub trait Target: Sync {
     /// Scratch bytes that this op needs while it runs.
     fn workspace_bytes(&self, op: &OpKind, program: &Program) -> u64;
 }

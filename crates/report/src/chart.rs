@@ -5,6 +5,9 @@ use crate::svg::{Shape, Svg, shorten, text_width};
 
 const WIDTH: f64 = 760.0;
 const RIGHT: f64 = 26.0;
+/// Lines of more points have no markers.
+const MOST_MARKERS: usize = 60;
+const MOST_HINTS: usize = 400;
 
 pub struct Chart {
     pub title: String,
@@ -21,7 +24,24 @@ pub struct Panel {
     pub height: f64,
     pub lines: Vec<Line>,
     /// Horizontal lines with a label.
-    pub limits: Vec<(f64, String)>,
+    pub limits: Vec<Limit>,
+    /// Words at points: where, what, and in which colour.
+    pub words: Vec<(f64, f64, String, usize)>,
+}
+
+/// A horizontal line.
+pub struct Limit {
+    pub value: f64,
+    pub label: String,
+    pub kind: LimitKind,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum LimitKind {
+    /// Not to be exceeded; far above everything it is not shown.
+    Ceiling,
+    /// The best of all.
+    Best,
 }
 
 /// One quantity of one series.
@@ -34,6 +54,22 @@ pub struct Line {
     /// Pixels to the side, where several would cover each other.
     pub aside: f64,
     pub points: Vec<Mark>,
+    /// The area around the line, `(x, low, high)`.
+    pub band: Vec<(f64, f64, f64)>,
+}
+
+impl Default for Line {
+    fn default() -> Self {
+        Self {
+            label: String::new(),
+            colour: 0,
+            shape: None,
+            draw: Draw::Solid,
+            aside: 0.0,
+            points: Vec::new(),
+            band: Vec::new(),
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -76,7 +112,8 @@ impl Chart {
         for panel in &panels {
             let values = panel.lines.iter().flat_map(|l| &l.points).map(|m| m.y);
             let mut values: Vec<f64> = values.collect();
-            values.extend(panel.shown_limits().map(|limit| limit.0));
+            values.extend(panel.lines.iter().flat_map(|l| &l.band).map(|band| band.2));
+            values.extend(panel.shown_limits().map(|limit| limit.value));
             let ticks = (panel.height / 45.0).max(2.0) as usize;
             let scale = Scale::linear(&values, panel.unit, ticks, y + panel.height, y);
             placed.push((*panel, scale));
@@ -94,13 +131,22 @@ impl Chart {
         for (panel, y) in &placed {
             frame(&mut svg, panel, &x, y);
             for line in &panel.lines {
+                let pixels =
+                    |&(at, low, high): &(f64, f64, f64)| (x.pixel(at), y.pixel(high), y.pixel(low));
+                svg.band(&line.band.iter().map(pixels).collect::<Vec<_>>(), line.colour);
+            }
+            for line in &panel.lines {
                 draw_line(&mut svg, line, &x, y);
             }
+            label(&mut svg, panel, &x, y);
         }
         // Above all drawing, so that every point can be reached.
         for (panel, y) in &placed {
             for line in &panel.lines {
-                for mark in line.points.iter().filter(|mark| !mark.hint.is_empty()) {
+                // Of thousands only some: they would cover each other anyway.
+                let every = line.points.len().div_ceil(MOST_HINTS).max(1);
+                let marks = line.points.iter().step_by(every);
+                for mark in marks.filter(|mark| !mark.hint.is_empty()) {
                     let at = (x.pixel(mark.x) + line.aside, y.pixel(mark.y));
                     svg.hint(at, &mark.hint);
                 }
@@ -119,10 +165,10 @@ impl Chart {
 
 impl Panel {
     /// A limit far above everything would press the points to the floor.
-    fn shown_limits(&self) -> impl Iterator<Item = &(f64, String)> {
+    fn shown_limits(&self) -> impl Iterator<Item = &Limit> {
         let values = self.lines.iter().flat_map(|l| &l.points).map(|m| m.y);
         let largest = values.fold(0.0, f64::max);
-        self.limits.iter().filter(move |limit| limit.0 <= largest * 2.0)
+        self.limits.iter().filter(move |limit| limit.value <= largest * 2.0)
     }
 }
 
@@ -160,10 +206,66 @@ fn frame(svg: &mut Svg, panel: &Panel, x: &Scale, y: &Scale) {
         svg.text(x.from - 8.0, at + 4.0, "tick", "end", label);
     }
     svg.text_up(18.0, (y.from + y.to) / 2.0, &panel.y_title);
-    for (value, label) in panel.shown_limits() {
-        let at = y.pixel(*value);
-        svg.line("limit", (x.from, at), (x.to, at));
-        svg.text(x.from + 8.0, at - 6.0, "limit-text", "start", label);
+    for limit in panel.shown_limits() {
+        let at = y.pixel(limit.value);
+        svg.line(limit.class(), (x.from, at), (x.to, at));
+    }
+}
+
+impl Limit {
+    fn class(&self) -> &'static str {
+        match self.kind {
+            LimitKind::Ceiling => "limit",
+            LimitKind::Best => "best",
+        }
+    }
+}
+
+/// Words over the drawing: at limits where the least of it is covered.
+fn label(svg: &mut Svg, panel: &Panel, x: &Scale, y: &Scale) {
+    let drawn: Vec<(f64, f64)> = panel
+        .lines
+        .iter()
+        .flat_map(|line| &line.points)
+        .map(|mark| (x.pixel(mark.x), y.pixel(mark.y)))
+        .collect();
+    for limit in panel.shown_limits() {
+        let at = y.pixel(limit.value);
+        let text = shorten(&limit.label, x.to - x.from - 16.0);
+        let width = text_width(&text);
+        let top = y.from.min(y.to);
+        let places = [
+            (x.from + 8.0, at - 6.0),
+            (x.to - 8.0 - width, at - 6.0),
+            (x.from + 8.0, at + 15.0),
+            (x.to - 8.0 - width, at + 15.0),
+        ];
+        // How near the nearest point is, in pixels.
+        let room = |(left, base): (f64, f64)| -> f64 {
+            if base - 11.0 < top - 20.0 || base > y.from.max(y.to) {
+                return 0.0;
+            }
+            let near = |(px, py): &(f64, f64)| {
+                let dx = (left - px).max(px - left - width).max(0.0);
+                let dy = (base - 10.0 - py).max(py - base).max(0.0);
+                dx.hypot(dy)
+            };
+            drawn.iter().map(near).fold(60.0, f64::min)
+        };
+        let best = places.into_iter().reduce(|a, b| if room(b) > room(a) { b } else { a });
+        let (left, base) = best.unwrap_or((x.from + 8.0, at - 6.0));
+        svg.text(left, base, &format!("{}-text", limit.class()), "start", &text);
+    }
+    for (px, py, text, colour) in &panel.words {
+        let (px, py) = (x.pixel(*px), y.pixel(*py));
+        let width = text_width(text);
+        // Left of the point and above it, if there is room.
+        let (at, anchor) = match px - 12.0 - width < x.from {
+            true => ((px + 10.0).min(x.to - width), "start"),
+            false => (px - 10.0, "end"),
+        };
+        let base = (py - 9.0).max(y.from.min(y.to) + 11.0);
+        svg.text_in(at, base, *colour, anchor, text);
     }
 }
 
@@ -177,7 +279,7 @@ fn draw_line(svg: &mut Svg, line: &Line, x: &Scale, y: &Scale) {
         if line.draw == Draw::Stems {
             svg.path(&[(point.0, y.pixel(0.0)), point], line.colour, "");
         }
-        if let Some(shape) = line.shape {
+        if let Some(shape) = line.shape.filter(|_| line.points.len() <= MOST_MARKERS) {
             svg.marker(shape, point, line.colour);
         }
     }

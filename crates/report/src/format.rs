@@ -43,6 +43,34 @@ pub fn bytes(value: f64) -> String {
     format!("{} {}", digits(value / unit.size), unit.name)
 }
 
+const DURATIONS: [Unit; 4] = [
+    Unit { name: "s", size: 1.0 },
+    Unit { name: "minutes", size: 60.0 },
+    Unit { name: "hours", size: 3600.0 },
+    Unit { name: "days", size: 86400.0 },
+];
+
+/// The unit for the time of a whole run: minutes up to three hours.
+pub fn duration_unit(longest: f64) -> Unit {
+    largest_below(&DURATIONS, longest / 3.0)
+}
+
+/// `28.8 minutes`.
+pub fn duration(value: f64) -> String {
+    let unit = duration_unit(value);
+    format!("{:.1} {}", value / unit.size, unit.name)
+}
+
+/// `6.86 USD`.
+pub fn usd(value: f64) -> String {
+    format!("{} USD", group(&format!("{value:.2}")))
+}
+
+/// A whole number with its thousands grouped.
+pub fn count(value: f64) -> String {
+    group(&format!("{value:.0}"))
+}
+
 /// `12.34 ms`.
 pub fn seconds(value: f64) -> String {
     let unit = second_unit(value);

@@ -3,13 +3,11 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::chart::{Chart, Draw, Line, Mark, Panel};
-use crate::conclude::{conclusions, digits_of};
-use crate::fit::Fit;
-use crate::format::{byte_unit, bytes, digits, percent, second_unit, seconds};
+use crate::conclude::conclusions;
 use crate::page::{Page, Section};
-use crate::series::{Row, Series, Status};
-use crate::svg::Shape;
+use crate::png::{Theme, png};
+use crate::series::{Row, Series};
+use crate::study::studies;
 use crate::table::table;
 use crate::timeline::Timeline;
 
@@ -20,6 +18,12 @@ pub enum ReportError {
     Io { action: &'static str, path: PathBuf, source: io::Error },
     #[error("{name} holds no row of a sweep{}", first.as_ref().map(|f| format!(" ({f})")).unwrap_or_default())]
     NoRows { name: String, first: Option<String> },
+    #[error("{path} holds neither points.jsonl nor a .csv file")]
+    NothingIn { path: PathBuf },
+    #[error("{name} has no column for {missing}; its columns are {found}")]
+    MissingColumn { name: String, missing: &'static str, found: String },
+    #[error("{path} is no timeline of a plan: {reason}")]
+    NoTimeline { path: PathBuf, reason: String },
     #[error("nothing to report: give a folder of a sweep, or a timeline")]
     Nothing,
     #[error("no row varies `{axis}`; there are {found}")]
@@ -40,6 +44,27 @@ pub struct Options {
     pub axis: Option<String>,
     /// Memory over the ops of a step, drawn below the charts of the rows.
     pub timelines: Vec<Timeline>,
+    /// Samples of a whole run, for its time.
+    pub samples: Option<f64>,
+    /// US dollars an hour for the machine, for its cost. Runs on fewer GPUs than
+    /// others of the same report cost their share.
+    pub usd_per_hour: Option<f64>,
+    /// Further words for what was left out.
+    pub notes: Vec<String>,
+}
+
+/// What a machine costs, and how many GPUs it has.
+#[derive(Clone, Copy, Debug)]
+pub struct Money {
+    pub usd_per_hour: Option<f64>,
+    pub gpus: f64,
+}
+
+impl Money {
+    /// US dollars an hour for the GPUs that a row ran on.
+    pub fn price_of(self, row: &Row) -> Option<f64> {
+        Some(self.usd_per_hour? * row.gpus.unwrap_or(1.0) / self.gpus)
+    }
 }
 
 /// A finished report, not yet written.
@@ -53,20 +78,24 @@ pub struct Report {
     pub markdown: String,
     /// Sentences with numbers, the most important first.
     pub conclusions: Vec<String>,
+    /// What was left out, and why.
+    pub notes: Vec<String>,
 }
 
 impl Report {
-    /// Writes the page to `path`, its charts beside it as
-    /// `report-memory.svg`, and its tables as `report.md` (where `report` is
+    /// Writes the page to `path`, its charts beside it as `report-memory.svg`
+    /// and `report-memory.png`, and its tables as `report.md` (where `report` is
     /// the page's name). Returns what was written.
-    pub fn write(&self, path: &Path) -> Result<Vec<PathBuf>, ReportError> {
+    pub fn write(&self, path: &Path, theme: Theme) -> Result<Vec<PathBuf>, ReportError> {
         let stem = path.file_stem().unwrap_or("report".as_ref());
         let stem = stem.to_string_lossy();
-        let mut files = vec![(path.to_owned(), &self.html)];
+        let mut files = vec![(path.to_owned(), self.html.clone().into_bytes())];
         for (name, svg) in &self.charts {
-            files.push((path.with_file_name(format!("{stem}-{name}.svg")), svg));
+            let beside = |kind: &str| path.with_file_name(format!("{stem}-{name}.{kind}"));
+            files.push((beside("svg"), svg.clone().into_bytes()));
+            files.extend(png(svg, theme).map(|png| (beside("png"), png)));
         }
-        files.push((path.with_file_name(format!("{stem}.md")), &self.markdown));
+        files.push((path.with_file_name(format!("{stem}.md")), self.markdown.clone().into_bytes()));
         let failed = |action, path: &Path| {
             let path = path.to_owned();
             move |source| ReportError::Io { action, path, source }
@@ -74,24 +103,10 @@ impl Report {
         if let Some(dir) = path.parent().filter(|dir| !dir.as_os_str().is_empty()) {
             std::fs::create_dir_all(dir).map_err(failed("create", dir))?;
         }
-        for (path, text) in &files {
-            std::fs::write(path, text).map_err(failed("write", path))?;
+        for (path, content) in &files {
+            std::fs::write(path, content).map_err(failed("write", path))?;
         }
         Ok(files.into_iter().map(|(path, _)| path).collect())
-    }
-}
-
-/// The rows of a series in which only the axis differs, in its order.
-pub struct Group<'a> {
-    /// Empty if there is only one.
-    pub name: String,
-    pub rows: Vec<(f64, &'a Row)>,
-}
-
-impl<'a> Group<'a> {
-    /// The rows that ended well.
-    pub fn ran(&self) -> impl Iterator<Item = &(f64, &'a Row)> {
-        self.rows.iter().filter(|(_, row)| row.status == Status::Ok)
     }
 }
 
@@ -103,37 +118,48 @@ pub fn render(series: &[Series], options: &Options) -> Result<Report, ReportErro
     if series.iter().all(|s| s.rows.is_empty()) && options.timelines.is_empty() {
         return Err(ReportError::Nothing);
     }
-    let mut notes: Vec<String> = series.iter().flat_map(|s| s.notes.clone()).collect();
-    let axis = choose_axis(series, options)?;
+    let mut notes: Vec<String> = Vec::new();
+    for one in series {
+        notes.extend(one.problems.iter().chain(&one.notes).cloned());
+    }
+    let gpus = series.iter().flat_map(|s| &s.rows).filter_map(|row| row.gpus);
+    let money = Money { usd_per_hour: options.usd_per_hour, gpus: gpus.fold(1.0, f64::max) };
+    let studies = studies(series, options, &mut notes)?;
     let mut said = Vec::new();
     let mut charts = Vec::new();
-    if let Some(axis) = &axis {
-        let groups = groups(series, axis, &mut notes);
-        for group in &groups {
-            said.extend(conclusions(group, axis));
-        }
-        let drawn = [
-            ("memory", memory_chart(&groups, axis)),
-            ("seconds", seconds_chart(&groups, axis)),
-            ("tokens", tokens_chart(&groups, axis)),
-        ];
-        for (name, chart) in drawn {
+    // Headings, and how many charts are below each.
+    let mut headings: Vec<(String, usize)> = Vec::new();
+    let alone = studies.len() == 1;
+    for study in &studies {
+        said.extend(conclusions(study, options, money));
+        let before = charts.len();
+        for (name, chart) in crate::charts::charts(study, options, money) {
             match chart.draw() {
-                Some(svg) => charts.push((name.to_owned(), svg)),
-                None => notes.push(format!("no chart `{name}`: no row has its figures")),
+                Some(svg) => charts.push((format!("{}{name}", study.prefix(alone)), svg)),
+                None => notes.push(format!(
+                    "{}: no chart `{name}`: no row has its figures",
+                    study.heading()
+                )),
             }
         }
-    } else if !series.is_empty() {
+        let heading = if alone { String::new() } else { study.heading() };
+        headings.push((heading, charts.len() - before));
+    }
+    if studies.is_empty() && !series.is_empty() {
         notes.push("no charts: no varied value is a number".to_owned());
     }
     for (index, timeline) in options.timelines.iter().enumerate() {
         charts.push((format!("timeline-{}", index + 1), timeline.svg()?));
+        said.extend(timeline.conclusion());
     }
+    headings.push((String::new(), options.timelines.len()));
+    notes.extend(options.notes.iter().cloned());
 
     let names: Vec<&str> = series.iter().map(|s| s.name.as_str()).collect();
-    let title = options.title.clone().unwrap_or_else(|| match &axis {
-        Some(axis) => format!("Memory and speed over {axis}"),
-        None => "Memory of a step".to_owned(),
+    let title = options.title.clone().unwrap_or_else(|| match studies.as_slice() {
+        [] => "Memory of a step".to_owned(),
+        [one] => format!("Memory and speed over {}", one.axis),
+        _ => "Memory and speed".to_owned(),
     });
     let count: usize = series.iter().map(|s| s.rows.len()).sum();
     let subtitle = match count {
@@ -141,344 +167,38 @@ pub fn render(series: &[Series], options: &Options) -> Result<Report, ReportErro
         1 => format!("{}: 1 point", names.join(", ")),
         _ => format!("{}: {count} points", names.join(", ")),
     };
-    let tables: Vec<_> = series.iter().map(|s| (s, table(s))).collect();
+    let tables: Vec<_> = series.iter().map(|s| (s, table(s, options, money))).collect();
 
     let mut markdown = format!("# {title}\n\n");
     for line in &said {
         markdown += &format!("- {line}\n");
     }
     for (series, table) in &tables {
-        markdown += &format!("\n## {}\n\n{}", series.name, table.markdown());
+        markdown += &format!("\n## {}\n\n{}", series.title(), table.markdown());
     }
+    let mut drawings = charts.iter().map(|(_, svg)| svg.as_str());
+    let sections = headings
+        .iter()
+        .map(|(heading, count)| (heading.as_str(), drawings.by_ref().take(*count).collect()))
+        .collect();
     let page = Page {
         title: &title,
         subtitle: &subtitle,
         conclusions: &said,
-        charts: charts.iter().map(|(_, svg)| svg.as_str()).collect(),
+        charts: sections,
         tables: tables
             .iter()
-            .map(|(s, table)| Section { name: &s.name, settings: &s.settings, table: table.html() })
+            .map(|(s, table)| Section {
+                name: s.title(),
+                settings: &s.settings,
+                table: table.html(),
+                rows: s.rows.len(),
+            })
             .collect(),
         notes: &notes,
     };
-    Ok(Report { html: page.html(), charts, markdown, conclusions: said })
-}
-
-fn choose_axis(series: &[Series], options: &Options) -> Result<Option<String>, ReportError> {
-    let rows = || series.iter().flat_map(|s| &s.rows);
-    let mut numeric: Vec<&String> = Vec::new();
-    for (name, value) in rows().flat_map(|row| &row.point) {
-        if value.is_number() && !numeric.contains(&name) {
-            numeric.push(name);
-        }
-    }
-    let values = |axis: &str| {
-        let mut xs: Vec<f64> = rows().filter_map(|row| row.x(axis)).collect();
-        xs.sort_by(f64::total_cmp);
-        xs.dedup();
-        xs.len()
-    };
-    match &options.axis {
-        Some(axis) if numeric.contains(&axis) => Ok(Some(axis.clone())),
-        Some(axis) => Err(ReportError::NoAxis {
-            axis: axis.clone(),
-            found: match numeric.is_empty() {
-                true => "no numbers varied".to_owned(),
-                false => numeric.iter().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", "),
-            },
-        }),
-        None => Ok(numeric
-            .iter()
-            .find(|axis| values(axis) > 1)
-            .or(numeric.first())
-            .map(|axis| (*axis).clone())),
-    }
-}
-
-/// Splits every series by whatever else was varied.
-fn groups<'a>(series: &'a [Series], axis: &str, notes: &mut Vec<String>) -> Vec<Group<'a>> {
-    let mut groups: Vec<Group> = Vec::new();
-    for one in series {
-        for row in &one.rows {
-            let Some(x) = row.x(axis) else {
-                notes.push(format!(
-                    "{}: a row without a number for {axis} is in the table only",
-                    one.name
-                ));
-                continue;
-            };
-            let others: Vec<String> = row
-                .point
-                .iter()
-                .filter(|(name, _)| *name != axis)
-                .map(|(name, value)| match value.as_str() {
-                    Some(word) => format!("{name} {word}"),
-                    None => format!("{name} {value}"),
-                })
-                .collect();
-            let mut name = others.join(", ");
-            if series.len() > 1 {
-                let comma = if name.is_empty() { "" } else { ", " };
-                name = format!("{}{comma}{name}", one.name);
-            }
-            match groups.iter_mut().find(|group| group.name == name) {
-                Some(group) => group.rows.push((x, row)),
-                None => groups.push(Group { name, rows: vec![(x, row)] }),
-            }
-        }
-    }
-    for group in &mut groups {
-        group.rows.sort_by(|a, b| a.0.total_cmp(&b.0));
-    }
-    groups
-}
-
-/// Looks of a quantity; the colour is the group's if there are several.
-struct Look {
-    word: &'static str,
-    shape: Shape,
-    draw: Draw,
-}
-
-/// A line for one figure of one group.
-fn line(
-    group: &Group,
-    number: usize,
-    groups: usize,
-    quantity: usize,
-    look: Look,
-    axis: &str,
-    figure: impl Fn(&Row) -> Option<f64>,
-    show: impl Fn(f64) -> String,
-) -> Line {
-    let word = look.word;
-    let points = group
-        .ran()
-        .filter_map(|(x, row)| {
-            let y = figure(row)?;
-            let of =
-                if group.name.is_empty() { String::new() } else { format!("{}\n", group.name) };
-            let hint = format!("{of}{axis} {}: {word} {}", digits_of(*x), show(y));
-            Some(Mark { x: *x, y, hint })
-        })
-        .collect();
-    Line {
-        label: match group.name.as_str() {
-            "" => word.to_owned(),
-            name => format!("{name}: {word}"),
-        },
-        colour: if groups > 1 { number } else { quantity },
-        shape: Some(look.shape),
-        draw: look.draw,
-        aside: 0.0,
-        points,
-    }
-}
-
-fn memory_chart(groups: &[Group], axis: &str) -> Chart {
-    let n = groups.len();
-    let (mut sizes, mut differences) = (Vec::new(), Vec::new());
-    let mut limits: Vec<(f64, String)> = Vec::new();
-    for (i, group) in groups.iter().enumerate() {
-        let look = |word, shape, draw| Look { word, shape, draw };
-        let solid = Draw::Solid;
-        // Rings around dots: planned and measured are seen even where equal.
-        sizes.push(line(
-            group,
-            i,
-            n,
-            0,
-            look("measured", Shape::Dot, solid),
-            axis,
-            |r| r.measured_bytes,
-            bytes,
-        ));
-        sizes.push(line(
-            group,
-            i,
-            n,
-            1,
-            look("planned", Shape::Ring, Draw::Dashed),
-            axis,
-            |r| r.planned_bytes,
-            bytes,
-        ));
-        sizes.push(line(
-            group,
-            i,
-            n,
-            2,
-            look("peak allocated", Shape::Square, solid),
-            axis,
-            |r| r.peak_allocated_bytes,
-            bytes,
-        ));
-        sizes.push(line(
-            group,
-            i,
-            n,
-            3,
-            look("peak reserved", Shape::Diamond, solid),
-            axis,
-            |r| r.peak_reserved_bytes,
-            bytes,
-        ));
-        let show = |d| format!("{} %", percent(d));
-        let mut difference = line(
-            group,
-            i,
-            n,
-            0,
-            look("measured - planned", Shape::Dot, Draw::Stems),
-            axis,
-            Row::difference,
-            show,
-        );
-        difference.label.clear();
-        difference.aside = (i as f64 - (n as f64 - 1.0) / 2.0) * 4.0;
-        differences.push(difference);
-        for limit in group.rows.iter().filter_map(|(_, row)| row.memory_limit_bytes) {
-            if limits.iter().all(|known| known.0 != limit) {
-                limits.push((limit, format!("limit {}", bytes(limit))));
-            }
-        }
-    }
-    let largest = |lines: &[Line]| {
-        let values = lines.iter().flat_map(|line| &line.points).map(|mark| mark.y);
-        values.fold(0.0, f64::max)
-    };
-    // What did not run stands at its plan, or at the top without one.
-    let ceiling = largest(&sizes);
-    for group in groups {
-        let points = group
-            .rows
-            .iter()
-            .filter(|(_, row)| row.status != Status::Ok)
-            .filter(|(_, row)| row.planned_bytes.is_some() || ceiling > 0.0)
-            .map(|(x, row)| Mark {
-                x: *x,
-                y: row.planned_bytes.unwrap_or(ceiling),
-                hint: format!(
-                    "{axis} {}: {}{}",
-                    digits_of(*x),
-                    row.status,
-                    row.planned_bytes
-                        .map(|b| format!(", planned {}", bytes(b)))
-                        .unwrap_or_default()
-                ),
-            })
-            .collect();
-        sizes.push(Line {
-            label: "did not run (out of memory, refused, failed)".to_owned(),
-            colour: 0,
-            shape: Some(Shape::Cross),
-            draw: Draw::Marks,
-            aside: 0.0,
-            points,
-        });
-    }
-    let unit = byte_unit(largest(&sizes));
-    Chart {
-        title: format!("Memory over {axis}"),
-        x_title: axis_title(axis),
-        xs: all_xs(groups),
-        panels: vec![
-            Panel {
-                y_title: format!("memory ({})", unit.name),
-                unit: unit.size,
-                height: 270.0,
-                lines: sizes,
-                limits,
-            },
-            Panel {
-                y_title: "difference (%)".to_owned(),
-                unit: 1.0,
-                height: 90.0,
-                lines: differences,
-                limits: Vec::new(),
-            },
-        ],
-    }
-}
-
-fn seconds_chart(groups: &[Group], axis: &str) -> Chart {
-    let n = groups.len();
-    let mut lines = Vec::new();
-    let mut longest = 0.0f64;
-    for (i, group) in groups.iter().enumerate() {
-        let measured = Look { word: "measured", shape: Shape::Dot, draw: Draw::Solid };
-        let planned = Look { word: "planned", shape: Shape::Ring, draw: Draw::Dashed };
-        let measured = line(group, i, n, 0, measured, axis, |r| r.seconds_per_iteration, seconds);
-        let marks = || measured.points.iter().map(|mark| (mark.x, mark.y));
-        let fit = Fit::of(&marks().collect::<Vec<_>>());
-        longest = marks().map(|mark| mark.1).fold(longest, f64::max);
-        // Of several groups the lines would only crowd the chart.
-        if let Some(fit) = fit.filter(|_| n == 1) {
-            lines.push(Line {
-                label: "straight line".to_owned(),
-                colour: 6,
-                shape: None,
-                draw: Draw::Dotted,
-                aside: 0.0,
-                points: marks()
-                    .map(|(x, _)| Mark { x, y: fit.at(x), hint: String::new() })
-                    .collect(),
-            });
-        }
-        lines.push(measured);
-        lines.push(line(group, i, n, 1, planned, axis, |r| r.planned_seconds, seconds));
-    }
-    let unit = second_unit(longest);
-    Chart {
-        title: format!("Time for an iteration over {axis}"),
-        x_title: axis_title(axis),
-        xs: all_xs(groups),
-        panels: vec![Panel {
-            y_title: format!("time for an iteration ({})", unit.name),
-            unit: unit.size,
-            height: 250.0,
-            lines,
-            limits: Vec::new(),
-        }],
-    }
-}
-
-fn tokens_chart(groups: &[Group], axis: &str) -> Chart {
-    let lines = groups
-        .iter()
-        .enumerate()
-        .map(|(i, group)| {
-            let look = Look { word: "tokens/s", shape: Shape::Dot, draw: Draw::Solid };
-            line(group, i, groups.len(), 0, look, axis, |r| r.tokens_per_second, digits)
-        })
-        .collect();
-    Chart {
-        title: format!("Tokens a second over {axis}"),
-        x_title: axis_title(axis),
-        xs: all_xs(groups),
-        panels: vec![Panel {
-            y_title: "tokens a second".to_owned(),
-            unit: 1.0,
-            height: 230.0,
-            lines,
-            limits: Vec::new(),
-        }],
-    }
-}
-
-fn all_xs(groups: &[Group]) -> Vec<f64> {
-    let rows = groups.iter().flat_map(|group| &group.rows);
-    rows.map(|(x, _)| *x).collect()
-}
-
-/// The axis with its unit, where the field has one.
-fn axis_title(axis: &str) -> String {
-    match axis {
-        "batch" => "batch (sequences)".to_owned(),
-        "seq" => "seq (tokens in a sequence)".to_owned(),
-        "accumulate" => "accumulate (micro-batches)".to_owned(),
-        _ => axis.to_owned(),
-    }
+    let html = page.html();
+    Ok(Report { html, charts, markdown, conclusions: said, notes })
 }
 
 #[cfg(test)]

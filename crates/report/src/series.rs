@@ -1,16 +1,18 @@
 //! Measured rows, read back from what a sweep wrote.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
+use crate::csv_rows;
 use crate::render::ReportError;
 
 /// Figures beyond these are slips, and would break the arithmetic of a chart.
-const SMALLEST: f64 = 1e-12;
-const LARGEST: f64 = 1e19;
+pub(crate) const SMALLEST: f64 = 1e-12;
+pub(crate) const LARGEST: f64 = 1e19;
 
 /// How a point ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -24,6 +26,12 @@ pub enum Status {
 }
 
 impl Status {
+    /// The status of that name.
+    pub fn named(name: &str) -> Option<Self> {
+        let all = [Self::Ok, Self::Oom, Self::Refused, Self::Failed, Self::Timeout];
+        all.into_iter().find(|status| status.to_string().eq_ignore_ascii_case(name))
+    }
+
     /// Memory was the reason.
     pub fn does_not_fit(self) -> bool {
         matches!(self, Self::Oom | Self::Refused)
@@ -53,16 +61,53 @@ pub struct Row {
     pub measured_bytes: Option<f64>,
     pub peak_allocated_bytes: Option<f64>,
     pub peak_reserved_bytes: Option<f64>,
+    /// Each rank's own figure, where there are several; the peaks above are the
+    /// largest of them.
+    pub measured_ranks: Vec<f64>,
+    pub allocated_ranks: Vec<f64>,
+    pub reserved_ranks: Vec<f64>,
     /// What the point was not to exceed.
     pub memory_limit_bytes: Option<f64>,
     pub seconds_per_iteration: Option<f64>,
     pub planned_seconds: Option<f64>,
     pub tokens_per_second: Option<f64>,
+    /// Samples that an iteration trains on, all ranks together.
+    pub samples_per_iteration: Option<f64>,
+    /// Ranks, each with a batch of its own.
+    pub gpus: Option<f64>,
     /// Why it did not run.
     pub message: Option<String>,
 }
 
 impl Row {
+    /// A row without figures.
+    pub fn new(point: Map<String, Value>, status: Status) -> Self {
+        Self {
+            point,
+            status,
+            planned_bytes: None,
+            measured_bytes: None,
+            peak_allocated_bytes: None,
+            peak_reserved_bytes: None,
+            measured_ranks: Vec::new(),
+            allocated_ranks: Vec::new(),
+            reserved_ranks: Vec::new(),
+            memory_limit_bytes: None,
+            seconds_per_iteration: None,
+            planned_seconds: None,
+            tokens_per_second: None,
+            samples_per_iteration: None,
+            gpus: None,
+            message: None,
+        }
+    }
+
+    /// Seconds to train on that many samples.
+    pub fn seconds_for(&self, samples: f64) -> Option<f64> {
+        let each = self.samples_per_iteration.filter(|&n| n > 0.0)?;
+        Some(self.seconds_per_iteration? * samples / each)
+    }
+
     /// The varied value `axis`, if it is a number of reasonable size.
     pub fn x(&self, axis: &str) -> Option<f64> {
         let x = self.point.get(axis)?.as_f64()?;
@@ -81,16 +126,119 @@ impl Row {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Series {
     pub name: String,
+    /// What it is about, such as a model: series of one subject share charts.
+    pub subject: String,
     pub rows: Vec<Row>,
     /// The recipe that all points share, for the head of the page.
     pub settings: Vec<(String, String)>,
     /// What was wrong with the input, by line, and what was left out for it.
+    pub problems: Vec<String>,
+    /// What was assumed about it.
     pub notes: Vec<String>,
 }
 
 impl Series {
+    /// Subject and name.
+    pub fn title(&self) -> String {
+        match self.subject.as_str() {
+            "" => self.name.clone(),
+            subject => format!("{subject}, {}", self.name),
+        }
+    }
+
+    /// A series without rows.
+    pub(crate) fn empty(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            subject: String::new(),
+            rows: Vec::new(),
+            settings: Vec::new(),
+            problems: Vec::new(),
+            notes: Vec::new(),
+        }
+    }
+
+    /// Reads everything in a path: a folder of a sweep, a folder of CSV files,
+    /// or a file, which may be `points.jsonl` or a CSV.
+    ///
+    /// # Errors
+    /// Nothing in it can be read as rows.
+    pub fn read_all(path: &Path) -> Result<Vec<Self>, ReportError> {
+        let is_csv = |path: &Path| path.extension().is_some_and(|e| e.eq_ignore_ascii_case("csv"));
+        if path.is_dir() && !path.join("points.jsonl").exists() {
+            let failed = |source| ReportError::Io { action: "read", path: path.to_owned(), source };
+            let entries = std::fs::read_dir(path).map_err(failed)?;
+            let mut files: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+            files.retain(|file| is_csv(file));
+            files.sort();
+            if files.is_empty() {
+                return Err(ReportError::NothingIn { path: path.to_owned() });
+            }
+            let mut all = Vec::new();
+            for file in files {
+                all.extend(Self::read_all(&file)?);
+            }
+            return Ok(all);
+        }
+        if !is_csv(path) {
+            return Ok(vec![Self::read(path)?]);
+        }
+        let text = std::fs::read(path).map_err(|source| ReportError::Io {
+            action: "read",
+            path: path.to_owned(),
+            source,
+        })?;
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+        csv_rows::parse(&stem, &String::from_utf8_lossy(&text))
+    }
+
+    /// Adds a row, or to the row of the same point another observation of it.
+    pub(crate) fn add(&mut self, row: Row) {
+        self.rows.push(row);
+    }
+
+    /// Makes one row of all observations of a point: each is a rank of its own
+    /// or one more run.
+    pub(crate) fn finish(&mut self) {
+        let mut merged: Vec<(Row, Vec<f64>)> = Vec::new();
+        let mut places: HashMap<String, usize> = HashMap::new();
+        for row in self.rows.drain(..) {
+            let seconds = row.seconds_per_iteration;
+            let key = Value::Object(row.point.clone()).to_string();
+            match places.get(&key) {
+                None => {
+                    places.insert(key, merged.len());
+                    merged.push((row, seconds.into_iter().collect()));
+                }
+                Some(&place) => {
+                    let (known, rates) = &mut merged[place];
+                    known.measured_ranks.extend(row.measured_ranks);
+                    known.allocated_ranks.extend(row.allocated_ranks);
+                    known.reserved_ranks.extend(row.reserved_ranks);
+                    known.planned_bytes = known.planned_bytes.or(row.planned_bytes);
+                    known.tokens_per_second = known.tokens_per_second.or(row.tokens_per_second);
+                    known.message = known.message.take().or(row.message);
+                    if known.status == Status::Ok {
+                        known.status = row.status;
+                    }
+                    rates.extend(seconds);
+                }
+            }
+        }
+        let largest = |ranks: &[f64]| ranks.iter().copied().reduce(f64::max);
+        for (mut row, rates) in merged {
+            row.measured_bytes = row.measured_bytes.or(largest(&row.measured_ranks));
+            row.peak_allocated_bytes = row.peak_allocated_bytes.or(largest(&row.allocated_ranks));
+            row.peak_reserved_bytes = row.peak_reserved_bytes.or(largest(&row.reserved_ranks));
+            if !rates.is_empty() {
+                row.seconds_per_iteration = Some(rates.iter().sum::<f64>() / rates.len() as f64);
+            }
+            self.rows.push(row);
+        }
+    }
+
     /// Reads a folder of a sweep (`points.jsonl`, and `sweep.json` for the
-    /// recipe) or a file of rows. The name is that of the folder or file.
+    /// recipe) or a file of JSON rows. The name is that of the folder or file.
     pub fn read(path: &Path) -> Result<Self, ReportError> {
         let (dir, file) = match path.is_dir() {
             true => (path.to_owned(), path.join("points.jsonl")),
@@ -116,6 +264,7 @@ impl Series {
             && let Ok(description) = serde_json::from_str::<Value>(&text)
         {
             flatten("", &description["recipe"], &mut series.settings);
+            series.fill_in_samples(&description["recipe"]);
         }
         Ok(series)
     }
@@ -124,20 +273,15 @@ impl Series {
     /// figure that cannot be one (negative, absurdly large, not a number) are left out with a
     /// note; no row at all is an error.
     pub fn parse(name: &str, text: &str) -> Result<Self, ReportError> {
-        let mut series = Self {
-            name: name.to_owned(),
-            rows: Vec::new(),
-            settings: Vec::new(),
-            notes: Vec::new(),
-        };
+        let mut series = Self::empty(name);
         for (index, line) in text.lines().enumerate() {
             if line.trim().is_empty() {
                 continue;
             }
             let parsed = serde_json::from_str::<Value>(line).map_err(|e| e.to_string());
-            match parsed.and_then(|value| row(value, index + 1, &mut series.notes)) {
+            match parsed.and_then(|value| row(value, index + 1, &mut series.problems)) {
                 Ok(row) => series.rows.push(row),
-                Err(reason) => series.notes.push(format!(
+                Err(reason) => series.problems.push(format!(
                     "{name}, line {}: left out, it is not a row ({reason})",
                     index + 1
                 )),
@@ -146,10 +290,23 @@ impl Series {
         if series.rows.is_empty() {
             return Err(ReportError::NoRows {
                 name: name.to_owned(),
-                first: series.notes.first().cloned(),
+                first: series.problems.first().cloned(),
             });
         }
+        series.fill_in_samples(&Value::Null);
         Ok(series)
+    }
+
+    /// What an iteration trains on, where rows do not say it themselves.
+    fn fill_in_samples(&mut self, recipe: &Value) {
+        for row in &mut self.rows {
+            let of = |name: &str| row.point.get(name).or(recipe.get(name)).and_then(Value::as_f64);
+            row.gpus = row.gpus.or(recipe["gpus"].as_f64());
+            let samples = of("batch")
+                .map(|batch| batch * of("accumulate").unwrap_or(1.0) * row.gpus.unwrap_or(1.0));
+            row.samples_per_iteration =
+                row.samples_per_iteration.or(samples.filter(|n| *n > 0.0 && *n < LARGEST));
+        }
     }
 }
 
@@ -171,7 +328,32 @@ fn row(value: Value, line: usize, notes: &mut Vec<String>) -> Result<Row, String
         number
     };
     let rate = figure("iterations_per_second").filter(|&rate| rate > 0.0);
+    let samples_per_iteration = figure("samples_per_iteration").filter(|&n| n > 0.0);
+    let ranks = |name: &str| -> Vec<f64> {
+        let list = fields.get(name).and_then(Value::as_array);
+        let possible = |x: &f64| (SMALLEST..LARGEST).contains(x);
+        list.into_iter().flatten().filter_map(Value::as_f64).filter(possible).collect()
+    };
+    let lists = [
+        ranks("measured_bytes_per_rank"),
+        ranks("peak_allocated_bytes_per_rank"),
+        ranks("peak_reserved_bytes_per_rank"),
+    ];
+    let [measured_ranks, allocated_ranks, reserved_ranks] = lists;
+    let mut figure = |name: &str| {
+        let value = fields.get(name).filter(|value| !value.is_null())?;
+        let number = value.as_f64().filter(|&x| x == 0.0 || (SMALLEST..LARGEST).contains(&x));
+        if number.is_none() {
+            notes.push(format!("line {line}: {name} is {value}, left out"));
+        }
+        number
+    };
     Ok(Row {
+        measured_ranks,
+        allocated_ranks,
+        reserved_ranks,
+        samples_per_iteration,
+        gpus: fields.get("gpus").and_then(Value::as_f64).filter(|&n| n >= 1.0),
         planned_bytes: figure("planned_bytes"),
         measured_bytes: figure("measured_bytes"),
         peak_allocated_bytes: figure("peak_allocated_bytes"),
@@ -219,12 +401,12 @@ mod tests {
 {"point":{"ba"#;
         let series = Series::parse("a", text).unwrap();
         assert_eq!(series.rows.len(), 3);
-        assert_eq!(series.notes.len(), 6, "{:?}", series.notes);
+        assert_eq!(series.problems.len(), 6, "{:?}", series.problems);
         assert_eq!(series.rows[0].planned_bytes, None);
         assert_eq!(series.rows[0].seconds_per_iteration, Some(0.25));
         assert_eq!(series.rows[2].message.as_deref(), Some("no"));
-        assert!(series.notes.iter().any(|n| n.contains("planned_bytes is -5")));
-        assert!(series.notes.last().unwrap().contains("line 8"));
+        assert!(series.problems.iter().any(|n| n.contains("planned_bytes is -5")));
+        assert!(series.problems.last().unwrap().contains("line 8"));
     }
 
     #[test]

@@ -2,23 +2,69 @@
 //! serves the light and the dark theme.
 
 use std::fmt::Write;
+use std::sync::LazyLock;
 
 /// Colours for series and classes: eight, told apart by people with the common
 /// colour vision deficiencies, at 3:1 or better on their background.
 pub const COLOURS: usize = 8;
 
-/// Theme and classes of all drawings; also part of the page's style.
-pub const STYLE: &str = "\
-:root{--bg:#fff;--fg:#1c2126;--muted:#59636e;--grid:#e3e7eb;--frame:#aab2bb;--bad:#c0182b;\
---c0:#1f6fb4;--c1:#c2540a;--c2:#1a7f5a;--c3:#8a4fb0;--c4:#a8324a;--c5:#6f6d00;--c6:#4c6a78;--c7:#7a5230}\
-@media(prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e6e9ec;--muted:#9ba6b1;--grid:#2a3036;--frame:#56606a;--bad:#ff6b7a;\
---c0:#6cb4f0;--c1:#f29b5c;--c2:#5cc79a;--c3:#c79ae6;--c4:#ef8096;--c5:#c9c75a;--c6:#9ab8c6;--c7:#c9a07a}}\
+/// Names and values of the colours, light and dark.
+const THEME: [(&str, &str, &str); 14] = [
+    ("bg", "#ffffff", "#14171a"),
+    ("fg", "#1c2126", "#e6e9ec"),
+    ("muted", "#59636e", "#9ba6b1"),
+    ("grid", "#e3e7eb", "#2a3036"),
+    ("frame", "#aab2bb", "#56606a"),
+    ("bad", "#c0182b", "#ff6b7a"),
+    ("c0", "#1f6fb4", "#6cb4f0"),
+    ("c1", "#c2540a", "#f29b5c"),
+    ("c2", "#1a7f5a", "#5cc79a"),
+    ("c3", "#8a4fb0", "#c79ae6"),
+    ("c4", "#a8324a", "#ef8096"),
+    ("c5", "#6f6d00", "#c9c75a"),
+    ("c6", "#4c6a78", "#9ab8c6"),
+    ("c7", "#7a5230", "#c9a07a"),
+];
+
+const FONT: &str =
+    "font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',sans-serif";
+
+/// The classes of all drawings.
+const CLASSES: &str = "\
 .chart text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',sans-serif;fill:var(--fg)}\
 .chart .title{font-size:15px;font-weight:600}.chart .tick{fill:var(--muted)}\
 .chart .grid{stroke:var(--grid)}.chart .frame{stroke:var(--frame)}.chart .back{fill:var(--bg)}\
 .chart .line{fill:none;stroke-width:2;stroke-linejoin:round}.chart .bad{stroke:var(--bad);stroke-width:2.2}\
+.chart .cross{stroke-width:2.2}.chart .band{fill-opacity:.22}\
 .chart .limit{stroke:var(--bad);stroke-width:1.4;stroke-dasharray:2 3}.chart .limit-text{fill:var(--bad)}\
+.chart .best{stroke:var(--fg);stroke-width:1.4;stroke-dasharray:6 3}\
+.chart .limit-text,.chart .best-text,.chart .mark{paint-order:stroke;stroke:var(--bg);stroke-width:3px;stroke-linejoin:round}\
 .chart .hit{fill:transparent}.chart .hit:hover{fill:var(--muted);fill-opacity:.25}";
+
+/// Theme and classes of all drawings; also part of the page's style.
+pub static STYLE: LazyLock<String> = LazyLock::new(|| {
+    let all = |colour: fn(&(&str, &'static str, &'static str)) -> &'static str| -> String {
+        let line = |entry| format!("--{}:{};", theme_name(entry), colour(entry));
+        THEME.iter().map(line).collect()
+    };
+    format!(
+        ":root{{{}}}@media(prefers-color-scheme:dark){{:root{{{}}}}}{CLASSES}",
+        all(|entry| entry.1),
+        all(|entry| entry.2)
+    )
+});
+
+fn theme_name(entry: &(&'static str, &str, &str)) -> &'static str {
+    entry.0
+}
+
+/// The style for one theme without variables, and the value of each variable:
+/// for painters that know neither.
+pub fn static_style(dark: bool) -> (String, Vec<(&'static str, &'static str)>) {
+    let colours = THEME.map(|(name, light, darker)| (name, if dark { darker } else { light }));
+    let style = CLASSES.replace(FONT, "font-family:sans-serif;font-size:12px");
+    (style.replace("fill:transparent", "fill:none"), colours.to_vec())
+}
 
 /// The body of a drawing.
 pub struct Svg {
@@ -37,8 +83,9 @@ impl Svg {
         format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"chart\" viewBox=\"0 0 {width} {height}\" \
              width=\"{width}\" height=\"{height}\" role=\"img\" aria-label=\"{label}\">\n\
-             <style>{STYLE}</style>\n\
+             <style>{style}</style>\n\
              <rect class=\"back\" width=\"{width}\" height=\"{height}\"/>\n{body}</svg>\n",
+            style = *STYLE,
             label = escape(title),
             body = self.body
         )
@@ -48,6 +95,16 @@ impl Svg {
         let _ = writeln!(
             self.body,
             "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{}</text>",
+            escape(text)
+        );
+    }
+
+    /// A word at a point, in a colour, that can be read over lines.
+    pub fn text_in(&mut self, x: f64, y: f64, colour: usize, anchor: &str, text: &str) {
+        let _ = writeln!(
+            self.body,
+            "<text class=\"mark\" x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\" style=\"fill:{}\">{}</text>",
+            variable(colour),
             escape(text)
         );
     }
@@ -89,6 +146,21 @@ impl Svg {
         );
     }
 
+    /// The area between two lines over the same points, `(x, upper, lower)`.
+    pub fn band(&mut self, points: &[(f64, f64, f64)], colour: usize) {
+        if points.len() < 2 {
+            return;
+        }
+        let mut d = String::new();
+        let upper = points.iter().map(|p| (p.0, p.1));
+        let lower = points.iter().rev().map(|p| (p.0, p.2));
+        for (index, (x, y)) in upper.chain(lower).enumerate() {
+            let _ = write!(d, "{}{x:.1} {y:.1}", if index == 0 { 'M' } else { 'L' });
+        }
+        let _ =
+            writeln!(self.body, "<path class=\"band\" d=\"{d}Z\" fill=\"{}\"/>", variable(colour));
+    }
+
     /// A point. Each shape belongs to a quantity, so that colour is never the
     /// only difference.
     pub fn marker(&mut self, shape: Shape, (x, y): (f64, f64), colour: usize) {
@@ -118,7 +190,7 @@ impl Svg {
             ),
             Shape::Cross => writeln!(
                 self.body,
-                "<path class=\"bad\" d=\"M{0:.1} {2:.1}L{1:.1} {3:.1}M{0:.1} {3:.1}L{1:.1} {2:.1}\"/>",
+                "<path class=\"cross\" stroke=\"{ink}\" d=\"M{0:.1} {2:.1}L{1:.1} {3:.1}M{0:.1} {3:.1}L{1:.1} {2:.1}\"/>",
                 x - 5.0,
                 x + 5.0,
                 y - 5.0,
@@ -146,8 +218,14 @@ pub enum Shape {
     Cross,
 }
 
+/// The colour of what went wrong.
+pub const BAD: usize = usize::MAX;
+
 pub fn variable(colour: usize) -> String {
-    format!("var(--c{})", colour % COLOURS)
+    match colour {
+        BAD => "var(--bad)".to_owned(),
+        _ => format!("var(--c{})", colour % COLOURS),
+    }
 }
 
 /// Roughly how wide a line of 12 pixel text is.

@@ -1,6 +1,7 @@
 //! The rows as a table, in Markdown and in HTML.
 
-use crate::format::{Unit, byte_unit, digits, percent, second_unit};
+use crate::format::{Unit, byte_unit, count, digits, duration_unit, percent, second_unit};
+use crate::render::{Money, Options};
 use crate::series::{Row, Series};
 use crate::svg::escape;
 
@@ -19,7 +20,7 @@ struct Column<'a> {
 }
 
 /// One table of one sweep; each size and time column names its unit.
-pub fn table(series: &Series) -> Table {
+pub fn table(series: &Series, options: &Options, money: Money) -> Table {
     let rows = &series.rows;
     let largest =
         |figure: fn(&Row) -> Option<f64>| rows.iter().filter_map(figure).fold(0.0, f64::max);
@@ -33,6 +34,18 @@ pub fn table(series: &Series) -> Table {
         value.map(|v| format!("{:.decimals$}", v / unit.size))
     };
     let sized = |name: &str| format!("{name} ({})", memory.name);
+    let spread = |ranks: &[f64]| {
+        let n = ranks.len();
+        (n > 1).then(|| {
+            let low = ranks.iter().copied().fold(f64::INFINITY, f64::min);
+            let high = ranks.iter().copied().fold(0.0, f64::max);
+            let mean = ranks.iter().sum::<f64>() / n as f64;
+            [low, mean, high].map(|v| format!("{:.2}", v / memory.size)).join(" / ")
+        })
+    };
+    let whole = |row: &Row| row.seconds_for(options.samples?);
+    let run = duration_unit(rows.iter().filter_map(whole).fold(0.0, f64::max));
+    let samples = count(options.samples.unwrap_or(0.0));
     let timed = |name: &str| format!("{name} ({})", time.name);
     let in_time = |value: Option<f64>| value.map(|v| digits(v / time.size));
 
@@ -74,6 +87,16 @@ pub fn table(series: &Series) -> Table {
             word: false,
         },
         Column {
+            name: sized("allocated, ranks min / mean / max"),
+            figure: &|row| spread(&row.allocated_ranks),
+            word: false,
+        },
+        Column {
+            name: sized("reserved, ranks min / mean / max"),
+            figure: &|row| spread(&row.reserved_ranks),
+            word: false,
+        },
+        Column {
             name: timed("planned time/iteration"),
             figure: &|row| in_time(row.planned_seconds),
             word: false,
@@ -86,6 +109,19 @@ pub fn table(series: &Series) -> Table {
         Column {
             name: "tokens/s".to_owned(),
             figure: &|row| row.tokens_per_second.map(digits),
+            word: false,
+        },
+        Column {
+            name: format!("time for {samples} samples ({})", run.name),
+            figure: &|row| whole(row).map(|s| format!("{:.1}", s / run.size)),
+            word: false,
+        },
+        Column {
+            name: format!("cost of {samples} samples (USD)"),
+            figure: &|row| {
+                let price = money.price_of(row)?;
+                whole(row).map(|s| format!("{:.2}", s / 3600.0 * price))
+            },
             word: false,
         },
         Column { name: "message".to_owned(), figure: &|row| row.message.clone(), word: true },

@@ -1,5 +1,10 @@
 //! Live bytes over the ops of a step, stacked by class, the peak marked.
 
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
 use crate::format::{byte_unit, bytes};
 use crate::render::ReportError;
 use crate::scale::Scale;
@@ -11,17 +16,42 @@ const HEIGHT: f64 = 300.0;
 const COLUMNS: usize = 700;
 
 /// The memory of one step.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Timeline {
     pub title: String,
     /// Classes of tensors from the bottom of the stack to its top.
     pub classes: Vec<String>,
     /// In the order they run.
     pub ops: Vec<TimelineOp>,
+    /// What is alive when; the largest are named under the pointer.
+    #[serde(default)]
+    pub tensors: Vec<TimelineTensor>,
+    /// What is to be held against it: bytes that were measured, a slab.
+    #[serde(default)]
+    pub levels: Vec<Level>,
+}
+
+/// A tensor and its life.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TimelineTensor {
+    pub name: String,
+    /// Index into the classes.
+    pub class: usize,
+    pub bytes: u64,
+    /// The first and the last op that it is alive at.
+    pub first: usize,
+    pub last: usize,
+}
+
+/// A number of bytes with a name.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Level {
+    pub name: String,
+    pub bytes: u64,
 }
 
 /// One op.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TimelineOp {
     pub name: String,
     /// Bytes live while it runs, one number for each class.
@@ -34,7 +64,41 @@ impl TimelineOp {
     }
 }
 
+/// Tensors that are named under the pointer.
+const NAMED: usize = 8;
+
 impl Timeline {
+    /// Reads what `plimsoll plan --timeline FILE.json` wrote, or the `timeline`
+    /// of a larger object.
+    ///
+    /// # Errors
+    /// It is none; what is wrong is said of `path`.
+    pub fn read(path: &Path) -> Result<Self, ReportError> {
+        let failed = |source| ReportError::Io { action: "read", path: path.to_owned(), source };
+        let text = std::fs::read_to_string(path).map_err(failed)?;
+        let bad = |reason: String| ReportError::NoTimeline { path: path.to_owned(), reason };
+        let mut value: Value = serde_json::from_str(&text).map_err(|e| bad(e.to_string()))?;
+        if let Some(inner) = value.get_mut("timeline").filter(|inner| inner.is_object()) {
+            value = inner.take();
+        }
+        if value.get("ops").is_none_or(|ops| !ops.is_array()) {
+            let reason = "it has no list `ops`; `plimsoll plan --timeline FILE.json` writes one";
+            return Err(bad(reason.to_owned()));
+        }
+        let timeline: Self = serde_json::from_value(value).map_err(|e| bad(e.to_string()))?;
+        timeline.svg().map_err(|e| bad(e.to_string()))?;
+        Ok(timeline)
+    }
+
+    /// Planned beside measured, in words.
+    pub fn conclusion(&self) -> Option<String> {
+        let op = &self.ops[self.peak()?];
+        let levels: Vec<String> =
+            self.levels.iter().map(|l| format!(", {} {}", l.name, bytes(l.bytes as f64))).collect();
+        let peak = bytes(op.total());
+        Some(format!("{}: peak {peak} at {}{}.", self.title, op.name, levels.concat()))
+    }
+
     /// The index of the op with the most live bytes, the first of equals.
     pub fn peak(&self) -> Option<usize> {
         let most = |best: usize, (index, op): (usize, &TimelineOp)| {
@@ -84,7 +148,11 @@ impl Timeline {
         // Room above the stack for the mark of the peak.
         let top = y + 46.0;
         let bottom = top + HEIGHT;
-        let scale = Scale::linear(&[most], unit.size, 5, bottom, top);
+        let levels = self.levels.iter().map(|level| level.bytes as f64);
+        // One far above the stack would press it to the floor.
+        let shown = levels.clone().filter(|&level| level <= most * 2.0);
+        let values: Vec<f64> = shown.chain([most]).collect();
+        let scale = Scale::linear(&values, unit.size, 5, bottom, top);
         let labels = scale.ticks.iter().map(|tick| text_width(&tick.1));
         let left = 42.0 + labels.fold(20.0, f64::max);
         let right = WIDTH - 26.0;
@@ -121,6 +189,18 @@ impl Timeline {
             below = above;
         }
 
+        // Labels of levels that are close to each other take turns.
+        for (index, level) in self.levels.iter().enumerate() {
+            let y = scale.pixel(level.bytes as f64);
+            if y < top - 0.5 {
+                continue;
+            }
+            svg.line("best", (left, y), (right, y));
+            let label = format!("{} {}", level.name, bytes(level.bytes as f64));
+            let (x, anchor) =
+                if index % 2 == 0 { (left + 6.0, "start") } else { (right - 6.0, "end") };
+            svg.text(x, y - 5.0, "best-text", anchor, &label);
+        }
         let column = columns.iter().position(|&op| op == peak).unwrap_or(0);
         let at = left + width * (column as f64 + 0.5);
         svg.line("limit", (at, top - 12.0), (at, bottom));
@@ -175,6 +255,16 @@ impl Timeline {
             let held = bytes(it.bytes[class] as f64);
             text += &format!("\n{}: {held}", self.classes[class]);
         }
+        let alive = |t: &&TimelineTensor| (t.first..=t.last).contains(&op);
+        let mut largest: Vec<&TimelineTensor> = self.tensors.iter().filter(alive).collect();
+        largest.sort_by_key(|tensor| std::cmp::Reverse(tensor.bytes));
+        let count = largest.len();
+        for tensor in largest.iter().take(NAMED) {
+            text += &format!("\n  {} {}", tensor.name, bytes(tensor.bytes as f64));
+        }
+        if count > NAMED {
+            text += &format!("\n  and {} smaller tensors", count - NAMED);
+        }
         text
     }
 }
@@ -193,6 +283,7 @@ mod tests {
             title: "step <1>".to_owned(),
             classes: vec!["weight".to_owned(), "activation".to_owned()],
             ops: (0..10_000).map(|i| op("x", &[100, i % 50])).collect(),
+            ..Timeline::default()
         };
         timeline.ops[7_777] = op("layers.3.mlp & head", &[100, 400]);
         assert_eq!(timeline.peak(), Some(7_777));
@@ -208,7 +299,7 @@ mod tests {
         let mut timeline = Timeline {
             title: "a step".to_owned(),
             classes: vec!["weight".to_owned()],
-            ops: Vec::new(),
+            ..Timeline::default()
         };
         assert!(timeline.svg().unwrap_err().to_string().contains("a step"));
         timeline.ops.push(op("embed", &[1, 2]));

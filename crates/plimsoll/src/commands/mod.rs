@@ -12,5 +12,7 @@ pub mod plan_torch;
 pub mod point;
 pub mod quantize;
 pub mod report;
+pub mod search;
 pub mod sweep;
 pub mod train;
+pub mod trainer;

@@ -8,6 +8,7 @@ use plimsoll_plan::{DeviceKind, PlanReport, gpu};
 use plimsoll_program::{Method, PRODUCTS, Recipe};
 
 use crate::commands::plan_torch;
+use crate::commands::search::{self, SearchArgs};
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
@@ -44,16 +45,19 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub document_tokens: Option<u64>,
     /// What the device costs an hour [default: of a GPU, a list price of the catalogue]
-    #[arg(long, value_name = "USD_PER_HOUR", value_parser = parse_price)]
+    #[arg(long, value_name = "USD_PER_HOUR", value_parser = units::parse_price)]
     pub price: Option<f64>,
     /// Memory to fit in: bytes, or with a unit such as 80GiB.
     #[arg(long, value_parser = units::parse_bytes)]
     pub memory: Option<u64>,
     #[arg(long, value_enum, default_value = "table")]
     pub format: Format,
-    /// Draw the live bytes over the ops of a step into this SVG file.
-    #[arg(long)]
+    /// Draw the live bytes over the ops of a step into this SVG file, or write them
+    /// into a .json file, for `report`.
+    #[arg(long, value_name = "FILE")]
     pub timeline: Option<PathBuf>,
+    #[command(flatten)]
+    pub search: SearchArgs,
 }
 
 pub fn run(args: &PlanArgs) -> Outcome {
@@ -67,6 +71,9 @@ pub fn run(args: &PlanArgs) -> Outcome {
         return Err(Stop::Input(format!("{option} is an option of --stack torch: give that too")));
     }
     let model = args.model.as_deref().unwrap_or_default();
+    if args.search.search {
+        return search::run(args);
+    }
     let arch = open_architecture(model)?;
     let mut planner = match (&args.gpu, &args.profile, args.device) {
         (Some(name), ..) => Planner::gpu(name, args.memory)?,
@@ -89,8 +96,13 @@ pub fn run(args: &PlanArgs) -> Outcome {
     }
     if let Some(path) = &args.timeline {
         let title = format!("{}, batch {}, seq {}", arch.name, recipe.batch, recipe.seq);
-        let svg = planned.timeline(title).svg().map_err(Stop::input)?;
-        std::fs::write(path, svg)
+        let timeline = planned.timeline(title);
+        let text = if path.extension().is_some_and(|e| e == "json") {
+            serde_json::to_string(&timeline).map_err(|e| Stop::Failed(e.to_string()))?
+        } else {
+            timeline.svg().map_err(Stop::input)?
+        };
+        std::fs::write(path, text)
             .map_err(|e| Stop::Input(format!("--timeline {}: {e}", path.display())))?;
     }
     match args.format {
@@ -123,13 +135,6 @@ fn price(args: &PlanArgs, planner: &Planner) -> Option<(f64, String)> {
         Some((gpu.price.usd_per_hour, gpu.price.source()))
     };
     args.price.map(|usd| (usd, "as given".to_owned())).or_else(default)
-}
-
-fn parse_price(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(usd) if usd.is_finite() && (0.0..=1e6).contains(&usd) => Ok(usd),
-        _ => Err(format!("`{text}` is no price: give US dollars an hour, such as 2.49")),
-    }
 }
 
 /// Why four bits need more memory than none, where they do.

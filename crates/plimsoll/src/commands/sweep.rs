@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use clap::Args;
 use plimsoll_measure::{Launch, Point, RunError, Status, Sweep, Vary, run_point};
-use plimsoll_report::{Options, Report, Series, Timeline, render};
+use plimsoll_report::{Level, Options, Report, Series, Theme, Timeline, render};
 use serde_json::{Map, Value, json};
 
 use crate::commands::point::PointArgs;
+use crate::commands::trainer::{Trainer, TrainerArgs};
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
@@ -26,10 +27,12 @@ pub struct SweepArgs {
     #[arg(long, default_value = "out/sweep")]
     pub out: PathBuf,
     /// Seconds after which a point is given up.
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: Option<u64>,
     #[command(flatten)]
     pub point: PointArgs,
+    #[command(flatten)]
+    pub trainer: TrainerArgs,
 }
 
 /// Options of this command that a point does not know.
@@ -41,13 +44,16 @@ pub fn run(args: &SweepArgs) -> Outcome {
     for text in &args.vary {
         axes.push(Vary::parse(text).map_err(Stop::input)?);
     }
-    if let Some(axis) = axes.iter().find(|a| !["batch", "seq", "accumulate"].contains(&a.name())) {
+    let trainer = args.trainer.trainer(&args.point, &axes)?;
+    let known = |axis: &&Vary| ["batch", "seq", "accumulate"].contains(&axis.name());
+    if let (None, Some(axis)) = (&trainer, axes.iter().find(|axis| !known(axis))) {
         return Err(Stop::Input(format!(
             "--vary {}: a sweep can vary batch, seq or accumulate",
             axis.name()
         )));
     }
-    let mut sweep = Sweep::open(&args.out, &settings(args), axes).map_err(Stop::input)?;
+    let settings = trainer.as_ref().map_or_else(|| settings(args), Trainer::settings);
+    let mut sweep = Sweep::open(&args.out, &settings, axes).map_err(Stop::input)?;
     if let Some(torn) = sweep.repaired() {
         note!("{torn}");
     }
@@ -62,8 +68,11 @@ pub fn run(args: &SweepArgs) -> Outcome {
     let program = std::env::current_exe()
         .map_err(|e| Stop::Failed(format!("cannot find this program's own file: {e}")))?;
     while let Some(point) = sweep.next_point() {
-        let mut launch = Launch::new(program.clone(), sweep.log_path(&point));
-        launch.args = point_arguments(&point);
+        let log = sweep.log_path(&point);
+        let mut launch = match &trainer {
+            Some(trainer) => trainer.launch(&point, log)?,
+            None => Launch { args: point_arguments(&point), ..Launch::new(program.clone(), log) },
+        };
         launch.timeout = args.timeout.map(Duration::from_secs);
         launch.memory_limit = args.point.memory_limit;
         let outcome = match run_point(&launch, stop) {
@@ -71,18 +80,23 @@ pub fn run(args: &SweepArgs) -> Outcome {
             Err(error @ RunError::Interrupted) => return Err(Stop::Failed(error.to_string())),
             Err(error) => return Err(Stop::input(error)),
         };
-        let bad_input = outcome.status == Status::Failed && sweep.points().is_empty();
+        let bad_input =
+            trainer.is_none() && outcome.status == Status::Failed && sweep.points().is_empty();
         let message = outcome.message.clone().unwrap_or_default();
         if bad_input {
             // The first point shows whether the recipe makes sense at all.
             return Err(Stop::Input(message));
         }
-        sweep.record(outcome.into_point(point)).map_err(Stop::input)?;
+        let mut point = outcome.into_point(point);
+        if let Some(trainer) = &trainer {
+            trainer.add_throughput(&mut point);
+        }
+        sweep.record(point).map_err(Stop::input)?;
         if let (true, Some(point)) = (table, sweep.points().last()) {
             outln!("{}", line(point));
         }
     }
-    let report = write_report(args, sweep.points())?;
+    let report = write_report(args, trainer.as_ref(), sweep.points())?;
     match format {
         Format::Json => {
             outln!("{}", json!({ "points": sweep.points(), "conclusions": report.conclusions }));
@@ -95,16 +109,31 @@ pub fn run(args: &SweepArgs) -> Outcome {
             outln!("{}", args.out.join("report.html").display());
         }
     }
-    Ok(())
+    match sweep.points().last() {
+        Some(last) if sweep.points().iter().all(|p| p.status == Status::Failed) => {
+            let said = last.message().unwrap_or_default();
+            Err(Stop::Failed(format!("no point ran: {said}")))
+        }
+        _ => Ok(()),
+    }
 }
 
-fn write_report(args: &SweepArgs, points: &[Point]) -> Result<Report, Stop> {
+fn write_report(
+    args: &SweepArgs,
+    trainer: Option<&Trainer>,
+    points: &[Point],
+) -> Result<Report, Stop> {
     let series = Series::read(&args.out).map_err(Stop::input)?;
-    let title = format!("{}: planned and measured", args.point.model);
-    let timelines = timeline(args, points).into_iter().collect();
+    let (title, timelines) = match trainer {
+        Some(trainer) => (format!("{}: measured from outside", trainer.name()), Vec::new()),
+        None => {
+            let title = format!("{}: planned and measured", args.point.model);
+            (title, timeline(args, points).into_iter().collect())
+        }
+    };
     let options = Options { title: Some(title), timelines, ..Options::default() };
     let report = render(&[series], &options).map_err(Stop::input)?;
-    report.write(&args.out.join("report.html")).map_err(Stop::input)?;
+    report.write(&args.out.join("report.html"), Theme::Light).map_err(Stop::input)?;
     Ok(report)
 }
 
@@ -126,7 +155,10 @@ fn timeline(args: &SweepArgs, points: &[Point]) -> Option<Timeline> {
     let recipe = recipe.recipe(&arch, stored, kind.default_precision()).ok()?;
     let planned = Planner::device(kind, None).ok()?.plan(&arch, &recipe).ok()?;
     let title = format!("Live bytes over one step: batch {}, seq {}", recipe.batch, recipe.seq);
-    Some(planned.timeline(title))
+    let mut timeline = planned.timeline(title);
+    let measured = point.measured_bytes.map(|bytes| Level { name: "measured".to_owned(), bytes });
+    timeline.levels.extend(measured);
+    Some(timeline)
 }
 
 /// Everything that must be the same for points to be comparable.

@@ -131,7 +131,7 @@ fn poor_input_still_shows_what_it_holds() {
     let tiny = of(
         r#"{"point":{"batch":0.001},"status":"ok","planned_bytes":1e-12,"seconds_per_iteration":1e-11}"#,
     );
-    assert_eq!(tiny.charts.len(), 2);
+    assert_eq!(tiny.charts.len(), 3);
     let failed = of(r#"{"point":{"batch":1},"status":"failed"}"#);
     assert!(failed.conclusions.iter().any(|c| c == "Batch 1 ended as failed."));
 }
@@ -143,6 +143,7 @@ fn nothing_is_an_error_and_a_timeline_alone_is_not() {
         title: "a step".to_owned(),
         classes: vec!["weight".to_owned()],
         ops: vec![TimelineOp { name: "embed".to_owned(), bytes: vec![7] }],
+        ..Timeline::default()
     };
     let options = Options { timelines: vec![timeline], ..Options::default() };
     let report = render(&[], &options).unwrap();
@@ -154,12 +155,21 @@ fn nothing_is_an_error_and_a_timeline_alone_is_not() {
 fn files_are_named_after_the_page() {
     let dir = tempfile::tempdir().unwrap();
     let report = render(&[sweep(3, true)], &Options::default()).unwrap();
-    let written = report.write(&dir.path().join("new/out.html")).unwrap();
+    let written = report.write(&dir.path().join("new/out.html"), Theme::Light).unwrap();
     let names: Vec<_> = written.iter().map(|p| p.file_name().unwrap()).collect();
     assert_eq!(
         names,
-        ["out.html", "out-memory.svg", "out-seconds.svg", "out-tokens.svg", "out.md"]
+        [
+            "out.html",
+            "out-memory.svg",
+            "out-memory.png",
+            "out-seconds.svg",
+            "out-seconds.png",
+            "out-tokens.svg",
+            "out-tokens.png",
+            "out.md"
+        ]
     );
-    let error = report.write(&written[0].join("x.html")).unwrap_err();
+    let error = report.write(&written[0].join("x.html"), Theme::Light).unwrap_err();
     assert!(error.to_string().contains("out.html"), "{error}");
 }

@@ -1,0 +1,157 @@
+//! What may be chosen.
+
+use plimsoll_arch::DType;
+use plimsoll_program::{
+    AdamW, AdamW8bit, Codebook, Lora, Method, Optimizer, Quant, Recipe, Recompute, RecomputePlan,
+};
+
+/// What the user has decided, and is not to be searched.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Fixed {
+    pub method: bool,
+    pub batch: bool,
+    pub recompute: bool,
+    pub optimizer: bool,
+    pub optimizer_in_backward: bool,
+    /// Clipping forbids the optimizer in backward.
+    pub max_grad_norm: bool,
+}
+
+/// Recipes that differ in the batch alone make a line; a space is a list of them.
+#[derive(Clone, Debug)]
+pub struct Space {
+    /// With the smallest batch; lighter recomputation before heavier.
+    pub lines: Vec<Recipe>,
+    /// The largest batch of a line, or 0 where it is given.
+    pub most: usize,
+}
+
+/// Sequences in a micro-batch beyond which nothing is gained by more.
+const MOST: usize = 128;
+
+impl Space {
+    /// Everything that can be chosen beside what is fixed in `base`, for a model
+    /// of so many layers.
+    ///
+    /// `lora` are the adapters to try where the method is open.
+    pub fn of(base: &Recipe, lora: &Lora, layers: usize, fixed: Fixed) -> Space {
+        let batch = if fixed.batch { base.batch } else { 1 };
+        let base = Recipe { batch, ..base.clone() };
+        let mut methods = vec![base.clone()];
+        if !fixed.method {
+            let dq = Quant { codebook: Codebook::Nf4, double: true, head: false };
+            let full = Recipe { method: Method::Full, lora: None, quant: None, ..base.clone() };
+            let with = |quant| Recipe {
+                method: Method::Lora,
+                lora: Some(lora.clone()),
+                quant,
+                ..base.clone()
+            };
+            methods = vec![full, with(None), with(Some(dq))];
+        }
+        let mut lines = Vec::new();
+        for method in methods {
+            for optimizer in optimizers(&method, fixed) {
+                for recompute in recomputes(&optimizer, layers, fixed) {
+                    lines.push(Recipe { recompute, ..optimizer.clone() });
+                }
+            }
+        }
+        Space { lines, most: if fixed.batch { 0 } else { MOST } }
+    }
+
+    /// How many recipes it has.
+    pub fn size(&self) -> usize {
+        self.lines.len() * self.most.max(1)
+    }
+}
+
+/// Kinds of optimizers, each at the end of the step and inside backward.
+fn optimizers(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
+    let mut kinds = vec![recipe.optimizer];
+    // The state of adapters is small: there is nothing to choose.
+    if !fixed.optimizer && recipe.method == Method::Full {
+        let bf16 = AdamW { state: DType::Bf16, ..AdamW::default() };
+        for kind in [
+            Optimizer::AdamW(AdamW::default()),
+            Optimizer::AdamW8bit(AdamW8bit::default()),
+            Optimizer::AdamW(bf16),
+        ] {
+            if !kinds.contains(&kind) {
+                kinds.push(kind);
+            }
+        }
+    }
+    let clips = fixed.max_grad_norm && recipe.max_grad_norm.is_some();
+    let decided = fixed.optimizer_in_backward || clips || recipe.accumulate > 1;
+    let both = !decided && recipe.method == Method::Full;
+    let mut out = Vec::new();
+    for optimizer in kinds {
+        let at_the_end = Recipe { optimizer, ..recipe.clone() };
+        if both {
+            out.push(Recipe { optimizer_in_backward: false, ..at_the_end.clone() });
+            out.push(Recipe {
+                optimizer_in_backward: true,
+                max_grad_norm: None,
+                ..at_the_end.clone()
+            });
+        } else {
+            out.push(at_the_end);
+        }
+    }
+    out
+}
+
+/// Every level for all layers, and between two levels each quarter of the layers.
+fn recomputes(recipe: &Recipe, layers: usize, fixed: Fixed) -> Vec<RecomputePlan> {
+    if fixed.recompute {
+        return vec![recipe.recompute.clone()];
+    }
+    let mut out = vec![RecomputePlan::uniform(Recompute::None)];
+    for pair in Recompute::ALL.windows(2) {
+        let [lighter, heavier] = pair else { continue };
+        let mut before = 0;
+        for quarter in 1..4 {
+            let first = layers * quarter / 4;
+            if first > before {
+                out.push(RecomputePlan::first_layers(first, *heavier, *lighter));
+                before = first;
+            }
+        }
+        out.push(RecomputePlan::uniform(*heavier));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_fixed_stays() {
+        let base = Recipe::full(DType::Bf16, 3, 128);
+        let lora = Lora::default();
+        let all = Space::of(&base, &lora, 8, Fixed::default());
+        // Full: 3 optimizers, twice; LoRA and QLoRA: one; 13 recompute plans.
+        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13);
+        assert!(all.size() > 10_000);
+        assert!(all.lines.iter().all(|r| r.batch == 1));
+        assert!(all.lines.iter().all(|r| !r.optimizer_in_backward || r.max_grad_norm.is_none()));
+        let fixed = Fixed {
+            method: true,
+            batch: true,
+            recompute: true,
+            optimizer: true,
+            optimizer_in_backward: true,
+            max_grad_norm: false,
+        };
+        let one = Space::of(&base, &lora, 8, fixed);
+        assert_eq!((one.lines, one.most), (vec![base.clone()], 0));
+        let clipped = Fixed { max_grad_norm: true, ..Fixed::default() };
+        let space = Space::of(&base, &lora, 8, clipped);
+        assert!(space.lines.iter().all(|r| !r.optimizer_in_backward));
+        // One layer has no quarters.
+        let small = Space::of(&base, &lora, 1, Fixed { method: true, ..clipped });
+        assert_eq!(small.lines.len(), 3 * 4);
+    }
+}
