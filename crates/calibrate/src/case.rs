@@ -5,7 +5,7 @@ use plimsoll_arch::DType::{self, Bf16, F32, I32};
 use plimsoll_plan::Orientation;
 use plimsoll_program::{
     AttentionShape, Class, Codebook, Home, NESTED_BLOCK, Nested, Op, OpKind, Phase, Program,
-    QUANT_BLOCK, QuantizedMatrix, QuantizedPart, Section, StepScalars, Target, Tensor, TensorId,
+    QUANT_BLOCK, QuantizedMatrix, QuantizedPart, Section, Shard, StepScalars, Target, Tensor, TensorId,
     View,
 };
 
@@ -70,6 +70,7 @@ impl Case {
             dtype,
             class,
             home: Home::Device,
+            shard: Shard::Whole,
             resident: fill != Fill::Result,
         });
         self.fills.push(fill);

@@ -38,6 +38,14 @@ pub fn stream_family(program: &Program, kind: &OpKind) -> Option<(&'static str, 
         OpKind::CrossEntropy { logits, .. } => ("cross_entropy_loss", dtype(logits)),
         OpKind::SumLosses { .. } => (kind.name(), DType::F32),
         OpKind::GradNorm { grads, .. } => (kind.name(), grads.first().map_or(DType::F32, dtype)),
+        OpKind::GradSquares { grads, .. } => {
+            ("grad_norm", grads.first().map_or(DType::F32, dtype))
+        }
+        OpKind::ClipFactor { .. }
+        | OpKind::AllGather { .. }
+        | OpKind::ReduceScatter { .. }
+        | OpKind::AllReduce { .. } => (kind.name(), DType::F32),
+        OpKind::Convert { out, .. } => (kind.name(), dtype(out)),
         OpKind::AdamW { param, m, .. } => match dtype(m) {
             DType::Bf16 => ("adamw_bf16_state", dtype(param)),
             _ => ("adamw", dtype(param)),

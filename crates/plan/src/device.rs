@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use plimsoll_comm::Communicator;
 use plimsoll_program::Program;
 
 use crate::Layout;
@@ -45,6 +46,17 @@ pub trait Device {
     /// The driver's own.
     fn taken_bytes(&mut self) -> Result<Option<Taken>, DeviceError> {
         Ok(None)
+    }
+
+    /// Rank of this device among those that train one model.
+    fn rank(&self) -> usize {
+        0
+    }
+
+    /// The ranks that train one model, for what they agree on outside of programs;
+    /// none for a device alone.
+    fn group(&mut self) -> Option<&mut dyn Communicator> {
+        None
     }
 
     /// Runs one section of a program once.
@@ -93,6 +105,10 @@ pub enum DeviceError {
         "the system refused {bytes} bytes for the slab ({cause}): lower --batch or --seq, or free memory"
     )]
     Reserve { bytes: u64, cause: std::io::Error },
+    #[error(
+        "this program is that of one of {ranks} ranks, and the device belongs to {found}: give it a group of {ranks}"
+    )]
+    Ranks { ranks: usize, found: usize },
     #[error("{0}")]
     Source(#[source] Box<dyn std::error::Error + Send + Sync>),
 }

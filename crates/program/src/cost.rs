@@ -2,7 +2,7 @@
 //! that it must move to and from memory (each operand once).
 
 use crate::op::{Access, Op, OpKind};
-use crate::{Program, TensorId};
+use crate::{Program, Shard, TensorId};
 
 /// Work of one op.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -16,9 +16,16 @@ pub struct Work {
 }
 
 impl Program {
+    /// Whether a rank has a part of a tensor alone.
+    pub fn is_part(&self, tensor: TensorId) -> bool {
+        matches!(self.tensor(tensor).shard, Shard::Part { .. })
+    }
+
     /// The work of one op of this program.
     pub fn work(&self, op: &Op) -> Work {
         let elements = |t: TensorId| self.tensor(t).elements() as f64;
+        // Of what one rank answers for.
+        let part = |t: TensorId| self.tensor(t).part_stored() as f64;
         let matmul = |flops: f64| (flops, flops);
         let plain = |flops: f64| (flops, 0.0);
         let (flops, matmul_flops) = match &op.kind {
@@ -57,16 +64,29 @@ impl Program {
             OpKind::EmbedBackward { d_x, .. } => plain(elements(*d_x)),
             OpKind::SumLosses { losses, .. } => plain(elements(*losses)),
             OpKind::GradNorm { grads, .. } => plain(grads.iter().map(|g| 2.0 * elements(*g)).sum()),
-            OpKind::AdamW { param, .. } => plain(14.0 * elements(*param)),
-            OpKind::AdamW8bit { param, .. } => plain(50.0 * elements(*param)),
-            OpKind::Sgd { param, .. } => plain(4.0 * elements(*param)),
-            OpKind::Embed { .. } | OpKind::GatherRows { .. } => plain(0.0),
+            OpKind::AdamW { param, .. } => plain(14.0 * part(*param)),
+            OpKind::AdamW8bit { param, .. } => plain(50.0 * part(*param)),
+            OpKind::Sgd { param, .. } => plain(4.0 * part(*param)),
+            OpKind::GradSquares { grads, .. } => {
+                plain(grads.iter().map(|g| 2.0 * part(*g)).sum())
+            }
+            OpKind::Convert { x, .. } => plain(self.tensor(*x).stored() as f64),
+            OpKind::Embed { .. }
+            | OpKind::GatherRows { .. }
+            | OpKind::AllGather { .. }
+            | OpKind::ReduceScatter { .. }
+            | OpKind::AllReduce { .. }
+            | OpKind::ClipFactor { .. } => plain(0.0),
         };
         Work { flops, matmul_flops, bytes: self.bytes_moved(&op.kind) }
     }
 
     fn bytes_moved(&self, kind: &OpKind) -> f64 {
         let bytes = |t: TensorId| self.tensor(t).bytes() as f64;
+        let part = |t: TensorId| {
+            let tensor = self.tensor(t);
+            (tensor.part_stored() * tensor.dtype.bytes()) as f64
+        };
         let view = |v: &crate::View| (v.elements() * self.tensor(v.tensor).dtype.bytes()) as f64;
         let sum = |accumulate: bool| if accumulate { 2.0 } else { 1.0 };
         match kind {
@@ -100,6 +120,22 @@ impl Program {
             }
             OpKind::GatherRows { rows, out, .. } => bytes(*rows) + 2.0 * bytes(*out),
             OpKind::CrossEntropy { logits, backward, .. } => sum(*backward) * bytes(*logits),
+            // Of a weight that is divided a rank updates its part.
+            OpKind::AdamW { .. }
+            | OpKind::AdamW8bit { .. }
+            | OpKind::Sgd { .. }
+            | OpKind::GradSquares { .. } => {
+                let mut total = 0.0;
+                kind.for_each_operand(|t, access| {
+                    total += part(t) * if access == Access::Update { 2.0 } else { 1.0 };
+                });
+                total
+            }
+            OpKind::Convert { x, out, accumulate } => {
+                let parts = [x, out].iter().any(|t| self.is_part(**t));
+                let bytes = |t: TensorId| if parts { part(t) } else { bytes(t) };
+                bytes(*x) + sum(*accumulate) * bytes(*out)
+            }
             _ => {
                 let mut total = 0.0;
                 kind.for_each_operand(|t, access| {

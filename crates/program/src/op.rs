@@ -211,6 +211,23 @@ pub enum OpKind {
         weight_decay: f32,
         stream: u32,
     },
+    /// Every rank's part of each tensor to all ranks: `to` (padded) from the parts
+    /// `from`, or in place where both are the same.
+    AllGather { from: Vec<TensorId>, to: Vec<TensorId> },
+    /// Each rank's part of the sum of `from` (padded) over all ranks: into the parts
+    /// `to`, or in place where both are the same. What `from` holds besides means
+    /// nothing afterwards.
+    ReduceScatter { from: Vec<TensorId>, to: Vec<TensorId> },
+    /// Each tensor becomes its sum over all ranks.
+    AllReduce { tensors: Vec<TensorId> },
+    /// out = x in the type of out [+ out]. Where one of them is a rank's part, so is
+    /// what is touched of the other.
+    Convert { x: TensorId, out: TensorId, accumulate: bool },
+    /// squares (1) f32 = the sum of squares of the gradients that this rank answers
+    /// for: its parts; and on rank 0 those that are not divided.
+    GradSquares { grads: Vec<TensorId>, squares: TensorId },
+    /// norm (2) as [`OpKind::GradNorm`] leaves it, from the sum of squares of all ranks.
+    ClipFactor { squares: TensorId, norm: TensorId, max_norm: Option<f32> },
     /// Gradient descent with optional momentum (torch 2.11 `torch.optim.SGD`).
     Sgd {
         param: TensorId,
@@ -412,6 +429,37 @@ impl OpKind {
                 }
                 f(*norm, Write);
             }
+            OpKind::AllGather { from, to } => {
+                for (from, to) in from.iter().zip(to) {
+                    if from == to {
+                        f(*to, Update);
+                    } else {
+                        f(*from, Read);
+                        f(*to, Write);
+                    }
+                }
+            }
+            OpKind::ReduceScatter { from, to } => {
+                for (from, to) in from.iter().zip(to) {
+                    f(*from, Update);
+                    if from != to {
+                        f(*to, Write);
+                    }
+                }
+            }
+            OpKind::AllReduce { tensors } => tensors.iter().for_each(|t| f(*t, Update)),
+            OpKind::Convert { x, out, accumulate } => {
+                f(*x, Read);
+                f(*out, sum(*accumulate));
+            }
+            OpKind::GradSquares { grads, squares } => {
+                grads.iter().for_each(|g| f(*g, Read));
+                f(*squares, Write);
+            }
+            OpKind::ClipFactor { squares, norm, .. } => {
+                f(*squares, Read);
+                f(*norm, Write);
+            }
             OpKind::AdamW { param, grad, m, v, step, norm, .. } => {
                 f(*param, Update);
                 f(*grad, Read);
@@ -482,6 +530,12 @@ impl OpKind {
             OpKind::GatherRows { .. } => "gather_rows",
             OpKind::Argmax { .. } => "argmax",
             OpKind::GradNorm { .. } => "grad_norm",
+            OpKind::AllGather { .. } => "all_gather",
+            OpKind::ReduceScatter { .. } => "reduce_scatter",
+            OpKind::AllReduce { .. } => "all_reduce",
+            OpKind::Convert { .. } => "convert",
+            OpKind::GradSquares { .. } => "grad_squares",
+            OpKind::ClipFactor { .. } => "clip_factor",
             OpKind::AdamW { .. } => "adamw",
             OpKind::AdamW8bit { .. } => "adamw8bit",
             OpKind::Sgd { .. } => "sgd",

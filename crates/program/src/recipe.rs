@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use plimsoll_arch::{Architecture, DType};
+use plimsoll_quant::STATE_BLOCK;
 use serde::Serialize;
 
 use crate::{Lora, Quant};
@@ -189,6 +190,35 @@ pub enum Optimizer {
     Sgd(Sgd),
 }
 
+/// What is divided over the ranks that train one model (ZeRO, Rajbhandari et al.
+/// 2020, arXiv 1910.02054).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Sharding {
+    /// Ranks, one device each; every one has batches of its own.
+    pub ranks: usize,
+    /// 0: nothing is divided; 1: optimizer state; 2: and gradients; 3: and weights.
+    pub zero: u8,
+    /// Type in which gradients of matrices are summed over the ranks.
+    pub reduce: DType,
+}
+
+impl Sharding {
+    /// One rank.
+    pub fn none(precision: DType) -> Sharding {
+        Sharding { ranks: 1, zero: 0, reduce: precision }
+    }
+
+    /// Elements of every rank's part of a tensor, or none where it is not divided.
+    /// Vectors and tensors with less than a block of 8-bit state for each rank are
+    /// not; parts are whole blocks.
+    pub fn part(&self, shape: &[usize]) -> Option<usize> {
+        let elements: usize = shape.iter().product();
+        let divided = self.zero > 0 && shape.len() > 1 && elements >= self.ranks * STATE_BLOCK;
+        let part = elements.div_ceil(self.ranks).next_multiple_of(STATE_BLOCK);
+        (self.ranks > 1 && divided).then_some(part)
+    }
+}
+
 /// Everything that the user chooses.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Recipe {
@@ -215,6 +245,7 @@ pub struct Recipe {
     pub lora: Option<Lora>,
     /// Frozen matrices in four bits.
     pub quant: Option<Quant>,
+    pub sharding: Sharding,
 }
 
 impl Recipe {
@@ -234,6 +265,7 @@ impl Recipe {
             loss_rows: None,
             lora: None,
             quant: None,
+            sharding: Sharding::none(precision),
         }
     }
 
@@ -287,6 +319,22 @@ impl Recipe {
                 return Err(RecipeError::QuantizedHead);
             }
         }
+        let Sharding { ranks, zero, reduce } = self.sharding;
+        if ranks == 0 || ranks > MAX_RANKS {
+            return Err(RecipeError::OutOfRange { option: "gpus", value: ranks, max: MAX_RANKS });
+        }
+        if zero > 3 {
+            return Err(RecipeError::Zero { zero });
+        }
+        if !matches!(reduce, DType::F32 | DType::Bf16) {
+            return Err(RecipeError::Reduce { reduce });
+        }
+        if ranks > 1 && self.method == Method::Infer {
+            return Err(RecipeError::InferRanks { ranks });
+        }
+        if ranks > 1 && self.optimizer_in_backward {
+            return Err(RecipeError::FusedOptimizer { with: "several ranks" });
+        }
         if self.optimizer_in_backward && self.accumulate > 1 {
             return Err(RecipeError::FusedOptimizer { with: "gradient accumulation" });
         }
@@ -300,6 +348,7 @@ impl Recipe {
 /// More than any machine holds, and small enough that no product overflows.
 const MAX_COUNT: usize = 1 << 24;
 const MAX_TOKENS: usize = 1 << 30;
+const MAX_RANKS: usize = 1 << 14;
 
 /// Why a recipe was refused.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -332,6 +381,12 @@ pub enum RecipeError {
     FullQuantized { quant: &'static str },
     #[error("the head cannot be quantized: it is the embedding, or it is trained")]
     QuantizedHead,
+    #[error("ZeRO has stages 0 to 3, and --zero is {zero}")]
+    Zero { zero: u8 },
+    #[error("gradients cannot be summed in {reduce}: use f32 or bf16")]
+    Reduce { reduce: DType },
+    #[error("inference runs on one device, and {ranks} are asked for: drop --gpus")]
+    InferRanks { ranks: usize },
     #[error("precision {precision} cannot hold weights: use f32 or bf16")]
     Precision { precision: DType },
     #[error(

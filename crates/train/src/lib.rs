@@ -6,6 +6,7 @@
 mod checkpoint;
 mod early_stop;
 mod metrics;
+mod ranks;
 mod run;
 mod schedule;
 mod step;
@@ -14,6 +15,7 @@ mod tensorboard;
 pub use checkpoint::{CheckpointError, ExtraFile, ModelFiles, TrainerState, checkpoints};
 pub use early_stop::{Best, EarlyStop, EarlyStopError, Verdict};
 pub use metrics::{MetricsError, MetricsLog};
+pub use ranks::abort;
 pub use run::{
     Batches, Ended, Event, PackedBatches, RunError, RunOptions, RunSummary, StepMetrics, evaluate,
     run,

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use half::bf16;
 use plimsoll_arch::DType;
 use plimsoll_plan::{Device, Layout, lay_out};
-use plimsoll_program::{Class, Home, Op, OpKind, Program, Target, Tensor, TensorId, View};
+use plimsoll_program::{Class, Home, Op, OpKind, Program, Shard, Target, Tensor, TensorId, View};
 
 /// What was compared so far.
 #[derive(Default)]
@@ -193,6 +193,7 @@ fn scratch(
         dtype,
         class,
         home: Home::Device,
+        shard: Shard::Whole,
         resident: false,
     });
     id

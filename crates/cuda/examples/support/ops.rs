@@ -6,7 +6,7 @@ use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_plan::Device;
 use plimsoll_program::{
     Access, AttentionShape, Class, Codebook, Home, Nested, Op, OpKind, Phase, Program,
-    QuantizedMatrix, QuantizedPart, Section, Target, Tensor, TensorId, View,
+    QuantizedMatrix, QuantizedPart, Section, Shard, Target, Tensor, TensorId, View,
 };
 
 use super::{Bench, Report, distance, integers, multiplied_out, random};
@@ -27,6 +27,7 @@ impl Case {
             dtype,
             class: Class::Activation,
             home: Home::Device,
+            shard: Shard::Whole,
             resident: true,
         });
         self.values.push(values);
@@ -87,6 +88,7 @@ impl Case {
                     dtype: DType::U8,
                     class: Class::Workspace,
                     home: Home::Device,
+                    shard: Shard::Whole,
                     resident: false,
                 });
                 id

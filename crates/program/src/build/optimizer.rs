@@ -1,17 +1,23 @@
 //! Updates of the parameters: all at the end, or each inside backward.
 
 use super::builder::{Builder, Model, Param};
+use super::shard::Units;
 use crate::{AdamW, AdamW8bit, Decay, OpKind, Optimizer, Phase};
 
 /// Clips by the global norm where the recipe says so, then updates everything.
-pub(super) fn update_all(b: &mut Builder, model: &Model) {
+pub(super) fn update_all(b: &mut Builder, model: &Model, units: &Units) {
     b.phase = Phase::Optimizer;
-    if b.recipe.max_grad_norm.is_some() {
-        let grads = b.gradients();
-        let (norm, max_norm) = (b.grad_norm, b.recipe.max_grad_norm);
-        b.op(OpKind::GradNorm { grads, norm, max_norm });
+    if !b.reduces_in_backward() {
+        units.all().rev().for_each(|unit| b.reduce(unit));
     }
-    model.for_each(|param| update(b, param));
+    b.reduce_rest(model);
+    if b.recipe.max_grad_norm.is_some() {
+        b.grad_norm();
+    }
+    for unit in units.all() {
+        unit.params.iter().for_each(|param| update(b, *param));
+        b.gather_updated(unit);
+    }
 }
 
 /// Called where the last use of a parameter and of its gradient in backward is
@@ -28,7 +34,7 @@ fn update(b: &mut Builder, param: Param) {
     let decayed = b.recipe.decay == Decay::All || b.shape(param.value).len() > 1;
     let decay = |weight_decay: f32| if decayed { weight_decay } else { 0.0 };
     let Some(training) = b.training(param) else { return };
-    let (param, grad, stream) = (param.value, training.gradient, param.index as u32);
+    let (param, grad, stream) = (param.value, training.reduced, param.index as u32);
     let (step, norm) = (b.inputs.step, b.recipe.max_grad_norm.map(|_| b.grad_norm));
     let kind = match (b.recipe.optimizer, &*training.state) {
         (Optimizer::AdamW8bit(o), &[m, v, m_absmax, v_absmax]) => OpKind::AdamW8bit {
