@@ -1,5 +1,7 @@
 //! The collectives that a step is made of.
 
+use std::sync::Arc;
+
 use plimsoll_arch::DType;
 
 use crate::CommError;
@@ -44,7 +46,21 @@ pub trait Communicator: Send {
     /// A rank ended or is gone.
     fn barrier(&mut self) -> Result<(), CommError>;
 
-    /// Ends the group: whatever any rank waits for or calls from now on fails with
-    /// this cause.
-    fn abort(&self, cause: &str);
+    /// Whether the group is whole still; for who waits for something else meanwhile.
+    ///
+    /// # Errors
+    /// A rank ended or is gone.
+    fn check(&self) -> Result<(), CommError>;
+
+    /// What ends the group, from any thread: whatever any rank waits for or calls from
+    /// then on fails with the cause that it is given.
+    fn abort_handle(&self) -> AbortHandle;
+
+    /// Ends the group with a cause.
+    fn abort(&self, cause: &str) {
+        (self.abort_handle())(cause);
+    }
 }
+
+/// Ends a group of ranks with a cause.
+pub type AbortHandle = Arc<dyn Fn(&str) + Send + Sync>;

@@ -21,6 +21,12 @@ pub enum CommError {
     Size { ours: usize, theirs: usize },
     #[error("ranks disagree on what comes next: this one has {ours} bytes, rank {rank} sent {theirs}")]
     Length { rank: usize, ours: usize, theirs: usize },
+    #[error(
+        "NCCL ({file}) was not found, and several GPUs talk through it: install it (Debian: libnccl2; or `pip install nvidia-nccl-cu13` in the active Python environment), or name its folder in LD_LIBRARY_PATH"
+    )]
+    NoNccl { file: &'static str },
+    #[error("NCCL: {call} failed: {cause}")]
+    Nccl { call: &'static str, cause: String },
     #[error("cannot {action}: {cause}")]
     Io { action: &'static str, cause: String },
 }

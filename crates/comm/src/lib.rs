@@ -6,9 +6,11 @@
 
 mod communicator;
 mod error;
+mod nccl;
 mod sum;
 mod threads;
 
-pub use communicator::Communicator;
+pub use communicator::{AbortHandle, Communicator};
 pub use error::CommError;
+pub use nccl::{Nccl, Stream};
 pub use threads::{ThreadGroup, threads};

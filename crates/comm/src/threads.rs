@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use plimsoll_arch::DType;
 
 use crate::sum::sum;
-use crate::{CommError, Communicator};
+use crate::{AbortHandle, CommError, Communicator};
 
 /// One rank of a group of threads.
 pub struct ThreadGroup {
@@ -223,10 +223,16 @@ impl Communicator for ThreadGroup {
         self.wait(|_| {})
     }
 
-    fn abort(&self, cause: &str) {
-        let mut state = self.shared.lock();
-        state.ended.get_or_insert((self.rank, cause.to_owned()));
-        self.shared.wake.notify_all();
+    fn check(&self) -> Result<(), CommError> {
+        self.shared.lock().check()
+    }
+
+    fn abort_handle(&self) -> AbortHandle {
+        let (shared, rank) = (Arc::clone(&self.shared), self.rank);
+        Arc::new(move |cause| {
+            shared.lock().ended.get_or_insert((rank, cause.to_owned()));
+            shared.wake.notify_all();
+        })
     }
 }
 

@@ -2,8 +2,9 @@
 
 use cudarc::driver::sys;
 use plimsoll_arch::DType;
+use plimsoll_comm::Nccl;
 use plimsoll_plan::Layout;
-use plimsoll_program::{Access, Op, OpKind, Program, TensorId, View};
+use plimsoll_program::{Access, Op, OpKind, Program, Shard, TensorId, View};
 
 use crate::driver::{Context, cuda};
 use crate::error::CudaError;
@@ -22,6 +23,9 @@ pub(crate) struct Launcher<'a> {
     pub layout: &'a Layout,
     /// Address of the slab.
     pub slab: u64,
+    pub rank: usize,
+    /// The other ranks; none for one alone.
+    pub nccl: Option<&'a Nccl>,
     /// The op in hand, for messages.
     pub current: std::cell::Cell<usize>,
 }
@@ -50,6 +54,17 @@ impl Launcher<'_> {
     /// Address of a tensor.
     pub fn at(&self, tensor: TensorId) -> u64 {
         self.slab + self.layout.offset(tensor)
+    }
+
+    /// Address of the part of a tensor that this rank answers for.
+    pub fn part(&self, tensor: TensorId) -> u64 {
+        let t = self.program.tensor(tensor);
+        match t.shard {
+            Shard::Padded { part, .. } => {
+                self.at(tensor) + (self.rank * part * t.dtype.bytes()) as u64
+            }
+            Shard::Whole | Shard::Part { .. } => self.at(tensor),
+        }
     }
 
     pub fn dtype(&self, tensor: TensorId) -> DType {
@@ -301,6 +316,18 @@ impl Launcher<'_> {
             OpKind::GradNorm { grads, norm, max_norm } => {
                 optimizer::grad_norm(self, grads, *norm, *max_norm, workspace)
             }
+            OpKind::GradSquares { grads, squares } => {
+                optimizer::grad_squares(self, grads, *squares, workspace)
+            }
+            OpKind::ClipFactor { squares, norm, max_norm } => {
+                let max_norm = Arg::Float(max_norm.unwrap_or(0.0));
+                let args = [self.ptr(*squares), self.ptr(*norm), max_norm];
+                self.launch("reduce", "clip_factor", Grid::line(1, 32), &args)
+            }
+            OpKind::Convert { x, out, accumulate } => self.convert(*x, *out, *accumulate),
+            OpKind::AllGather { .. } | OpKind::ReduceScatter { .. } | OpKind::AllReduce { .. } => {
+                self.collective(&op.kind)
+            }
             OpKind::AdamW { .. } | OpKind::Sgd { .. } => {
                 optimizer::updates(self, std::slice::from_ref(op)).map(|_| ())
             }
@@ -308,6 +335,68 @@ impl Launcher<'_> {
                 optimizer8bit::updates(self, std::slice::from_ref(op)).map(|_| ())
             }
         }
+    }
+
+    /// out = x [+ out], or of the parts of both where one is a part.
+    fn convert(&self, x: TensorId, out: TensorId, accumulate: bool) -> Result<(), CudaError> {
+        let parts = self.program.is_part(x) || self.program.is_part(out);
+        let t = self.program.tensor(x);
+        let (from, to, n) = match parts {
+            true => (self.part(x), self.part(out), t.part(self.rank).len()),
+            false => (self.at(x), self.at(out), t.elements()),
+        };
+        if n == 0 {
+            return Ok(());
+        }
+        let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::Long(n as i64), flag(accumulate)];
+        let name = format!("convert_{}_{}", suffix(t.dtype), suffix(self.dtype(out)));
+        self.launch("convert", &name, Grid::line(n.div_ceil(2048), 256), &args)
+    }
+
+    /// One NCCL group for all tensors of a collective.
+    fn collective(&self, op: &OpKind) -> Result<(), CudaError> {
+        let Some(nccl) = self.nccl else {
+            let what = "the ranks of a group, and this device has none".to_owned();
+            return Err(CudaError::Unsupported { op: self.op_name(), what });
+        };
+        let stream = self.stream.cast();
+        let elements = |t: &TensorId| self.program.tensor(*t).part_stored();
+        // SAFETY: addresses are of this program's slab, which lives as long as the
+        // stream; the layout gives each tensor room for what is written.
+        let result = unsafe {
+            nccl.group(|nccl| {
+                match op {
+                    OpKind::AllGather { from, to } => {
+                        for (from, to) in from.iter().zip(to) {
+                            let part = self.part(*from);
+                            let dtype = self.dtype(*to);
+                            nccl.all_gather(part, self.at(*to), elements(to), dtype, stream)?;
+                        }
+                    }
+                    OpKind::ReduceScatter { from, to } => {
+                        for (from, to) in from.iter().zip(to) {
+                            let (part, dtype) = (self.part(*to), self.dtype(*from));
+                            nccl.reduce_scatter(
+                                self.at(*from),
+                                part,
+                                elements(from),
+                                dtype,
+                                stream,
+                            )?;
+                        }
+                    }
+                    OpKind::AllReduce { tensors } => {
+                        for t in tensors {
+                            let all = self.program.tensor(*t).stored();
+                            nccl.all_reduce(self.at(*t), all, self.dtype(*t), stream)?;
+                        }
+                    }
+                    _ => unreachable!("called for collectives"),
+                }
+                Ok(())
+            })
+        };
+        result.map_err(CudaError::from)
     }
 
     fn check_head_dim(&self, d: usize) -> Result<(), CudaError> {

@@ -20,6 +20,7 @@ struct Update8bitTable {
     m_absmax: [u64; TENSORS],
     v_absmax: [u64; TENSORS],
     elements: [i64; TENSORS],
+    first: [i64; TENSORS],
     first_block: [i32; TENSORS + 1],
     stream: [u32; TENSORS],
     weight_decay: [f32; TENSORS],
@@ -62,6 +63,7 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         m_absmax: none,
         v_absmax: none,
         elements: [0; TENSORS],
+        first: [0; TENSORS],
         first_block: [0; TENSORS + 1],
         stream: [0; TENSORS],
         weight_decay: [0.0; TENSORS],
@@ -83,9 +85,11 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         else {
             unreachable!("it has a launch to share")
         };
-        let elements = l.program.tensor(param).elements();
-        table.param[taken] = l.at(param);
-        table.grad[taken] = l.at(grad);
+        let part = l.program.tensor(param).part(l.rank);
+        let elements = part.len();
+        table.param[taken] = l.part(param);
+        table.grad[taken] = l.part(grad);
+        table.first[taken] = part.start as i64;
         table.m[taken] = l.at(m);
         table.v[taken] = l.at(v);
         table.m_absmax[taken] = l.at(m_absmax);
@@ -98,6 +102,9 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         table.first_block[taken] = blocks as i32;
     }
     table.count = taken as i32;
+    if blocks == 0 {
+        return Ok(taken);
+    }
     let mut pointers = [argument(&table)];
     l.kernels.launch_pointers(
         ("optimizer8bit", &shared.kernel),

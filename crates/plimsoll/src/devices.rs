@@ -7,6 +7,7 @@ use plimsoll_plan::Device;
 use plimsoll_program::Target;
 
 use crate::exit::Stop;
+use crate::ranks::Member;
 use crate::recipe_args::Precision;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -58,6 +59,18 @@ impl DeviceArg {
             DeviceArg::Cpu => plimsoll_measure::machine_memory_limit().map_err(Stop::input),
             DeviceArg::Cuda => Ok(device_info(0).map_err(Stop::input)?.memory_bytes),
         }
+    }
+
+    /// Reserves a slab for one rank of a group.
+    ///
+    /// # Errors
+    /// There is no such device, or not that much memory.
+    pub fn reserve_in(self, slab_bytes: u64, member: Member) -> Result<Box<dyn Device>, Stop> {
+        let Some(group) = member.group else { return self.reserve(slab_bytes) };
+        Ok(match self {
+            DeviceArg::Cpu => Box::new(CpuDevice::in_group(slab_bytes, member.threads, group)?),
+            DeviceArg::Cuda => Box::new(CudaDevice::in_group(slab_bytes, member.ordinal, group)?),
+        })
     }
 
     /// Reserves a slab.

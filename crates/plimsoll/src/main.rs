@@ -13,6 +13,7 @@ mod measuring;
 mod model_source;
 mod planning;
 mod profiles;
+mod ranks;
 mod recipe_args;
 mod units;
 mod weights;

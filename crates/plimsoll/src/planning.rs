@@ -74,6 +74,14 @@ impl Planner {
         }
     }
 
+    /// Of several ranks on one CPU, each has a share of its memory.
+    pub fn for_local_ranks(mut self, ranks: usize) -> Planner {
+        if self.device.kind == DeviceKind::Cpu {
+            self.memory = self.memory.map(|m| m / ranks.max(1) as u64);
+        }
+        self
+    }
+
     /// This machine's CPU.
     ///
     /// # Errors

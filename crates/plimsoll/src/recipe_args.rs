@@ -4,7 +4,7 @@ use clap::{Args, ValueEnum};
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_program::{
     AdamW, AdamW8bit, Codebook, Decay, Lora, Method, Optimizer, Projection, Quant, Recipe,
-    Recompute, RecomputePlan, Sgd,
+    Recompute, RecomputePlan, Sgd, Sharding,
 };
 
 use crate::exit::Stop;
@@ -232,6 +232,16 @@ pub struct RecipeArgs {
     /// Rows of logits that exist at a time [default: as many as cost no memory]
     #[arg(long)]
     pub loss_rows: Option<usize>,
+    /// Ranks that train one model, each on a device and with batches of its own: GPUs of
+    /// this machine, or with --device cpu threads.
+    #[arg(long, default_value_t = 1)]
+    pub gpus: usize,
+    /// What is divided over the ranks: 1 optimizer state, 2 and gradients, 3 and weights.
+    #[arg(long, default_value_t = 0)]
+    pub zero: u8,
+    /// Type in which gradients are summed over the ranks [default: that of the weights]
+    #[arg(long, value_enum)]
+    pub reduce_dtype: Option<Precision>,
     #[command(flatten)]
     pub lora: LoraArgs,
     #[command(flatten)]
@@ -290,13 +300,14 @@ impl RecipeArgs {
         }
         let adapts = matches!(self.method, MethodArg::Lora | MethodArg::Qlora);
         let lora = if adapts { Some(self.lora.lora()?) } else { None };
+        let precision = self.precision.unwrap_or(default);
         let recipe = Recipe {
             method: match self.method {
                 MethodArg::Full => Method::Full,
                 MethodArg::Lora | MethodArg::Qlora => Method::Lora,
                 MethodArg::Infer => Method::Infer,
             },
-            precision: self.precision.unwrap_or(default).dtype(),
+            precision: precision.dtype(),
             batch: self.batch,
             seq: self.seq.unwrap_or(arch.max_position_embeddings.min(DEFAULT_SEQ)),
             accumulate: self.accumulate,
@@ -311,6 +322,11 @@ impl RecipeArgs {
             loss_rows: self.loss_rows,
             lora,
             quant,
+            sharding: Sharding {
+                ranks: self.gpus,
+                zero: self.zero,
+                reduce: self.reduce_dtype.unwrap_or(precision).dtype(),
+            },
         };
         recipe.check(arch).map_err(Stop::input)?;
         Ok(recipe)

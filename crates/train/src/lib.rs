@@ -15,7 +15,6 @@ mod tensorboard;
 pub use checkpoint::{CheckpointError, ExtraFile, ModelFiles, TrainerState, checkpoints};
 pub use early_stop::{Best, EarlyStop, EarlyStopError, Verdict};
 pub use metrics::{MetricsError, MetricsLog};
-pub use ranks::abort;
 pub use run::{
     Batches, Ended, Event, PackedBatches, RunError, RunOptions, RunSummary, StepMetrics, evaluate,
     run,

@@ -1,7 +1,7 @@
 //! What ranks agree on outside of a step's program.
 
 use plimsoll_comm::CommError;
-use plimsoll_plan::{Device, DeviceError};
+use plimsoll_plan::DeviceError;
 
 use crate::Session;
 
@@ -50,12 +50,5 @@ impl Session<'_> {
         bytes.resize(u64::from_le_bytes(length) as usize, 0);
         group.broadcast(&mut bytes, 0).map_err(broken)?;
         Ok(bytes)
-    }
-}
-
-/// Ends the other ranks of a device with a cause.
-pub fn abort(device: &mut dyn Device, cause: &str) {
-    if let Some(group) = device.group() {
-        group.abort(cause);
     }
 }

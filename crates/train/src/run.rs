@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -26,8 +27,9 @@ pub trait Batches {
 }
 
 /// Packed rows in the order that a seed gives each epoch.
+#[derive(Clone)]
 pub struct PackedBatches {
-    packed: Packed,
+    packed: Arc<Packed>,
     batch: usize,
     seed: Option<u64>,
     /// The order at the batch that comes next, and that batch's number.
@@ -41,6 +43,7 @@ impl PackedBatches {
     /// There are no rows.
     pub fn new(packed: Packed, batch: usize, seed: Option<u64>) -> Result<Self, DataError> {
         let order = PackedBatches::order_at(&packed, batch, seed, 0)?;
+        let packed = Arc::new(packed);
         Ok(PackedBatches { packed, batch, seed, next: RefCell::new((order, 0)) })
     }
 
