@@ -8,10 +8,10 @@ use std::time::Instant;
 
 use half::bf16;
 use plimsoll_arch::DType;
-use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout};
+use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout, SlabSizes};
 use plimsoll_program::{
-    AttentionShape, Codebook, Op, OpKind, Program, QuantizedPart, StepScalars, Target, TensorId,
-    View,
+    AttentionShape, Codebook, Home, Op, OpKind, Program, QuantizedPart, StepScalars, Target,
+    TensorId, View,
 };
 use plimsoll_quant::{AdamW8bit, DynamicMap, State8bit};
 
@@ -24,20 +24,39 @@ pub struct CpuTarget {
     pub threads: usize,
 }
 
-/// A slab in main memory and the threads that work on it.
+/// Slabs in main memory and the threads that work on them.
 pub struct CpuDevice {
-    slab: Slab,
+    slabs: Slabs,
+    sizes: SlabSizes,
     pool: Pool,
 }
 
+/// The memory of both homes: here they are alike.
+struct Slabs {
+    device: Slab,
+    host: Slab,
+}
+
+impl Slabs {
+    fn of(&self, home: Home) -> &Slab {
+        match home {
+            Home::Device => &self.device,
+            Home::Host => &self.host,
+        }
+    }
+}
+
 impl CpuDevice {
-    /// Starts the threads, then reserves the slab.
+    /// Starts the threads, then reserves the slabs.
     ///
     /// # Errors
     /// The system refuses threads or memory.
-    pub fn new(slab_bytes: u64, threads: usize) -> Result<CpuDevice, DeviceError> {
+    pub fn new(sizes: impl Into<SlabSizes>, threads: usize) -> Result<CpuDevice, DeviceError> {
+        let sizes = sizes.into();
         let pool = Pool::new(threads).map_err(|cause| DeviceError::Source(Box::new(cause)))?;
-        Ok(CpuDevice { slab: Slab::reserve(slab_bytes)?, pool })
+        let slabs =
+            Slabs { device: Slab::reserve(sizes.device)?, host: Slab::reserve(sizes.host)? };
+        Ok(CpuDevice { slabs, sizes, pool })
     }
 
     pub fn threads(&self) -> usize {
@@ -46,28 +65,30 @@ impl CpuDevice {
 }
 
 impl Device for CpuDevice {
-    fn slab_bytes(&self) -> u64 {
-        self.slab.len() as u64
+    fn slabs(&self) -> SlabSizes {
+        self.sizes
     }
 
     fn upload(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         // SAFETY: `&mut self` excludes a running program.
-        fill(unsafe { self.slab.slice(offset, len) })
+        fill(unsafe { self.slabs.of(home).slice(offset, len) })
     }
 
     fn download(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         // SAFETY: as above.
-        read(unsafe { self.slab.slice(offset, len) })
+        read(unsafe { self.slabs.of(home).slice(offset, len) })
     }
 
     fn run(
@@ -76,7 +97,7 @@ impl Device for CpuDevice {
         layout: &Layout,
         section: usize,
     ) -> Result<(), DeviceError> {
-        let memory = Memory { slab: &self.slab, program, layout };
+        let memory = Memory { slabs: &self.slabs, program, layout };
         let ops = program.sections[section].ops.clone();
         self.pool.install(|| {
             for op in &program.ops[ops] {
@@ -92,7 +113,7 @@ impl Device for CpuDevice {
         layout: &Layout,
         section: usize,
     ) -> Result<Vec<LaunchTime>, DeviceError> {
-        let memory = Memory { slab: &self.slab, program, layout };
+        let memory = Memory { slabs: &self.slabs, program, layout };
         let ops = program.sections[section].ops.clone();
         Ok(self.pool.install(|| {
             let time = |at: usize| {
@@ -105,9 +126,9 @@ impl Device for CpuDevice {
     }
 }
 
-/// The tensors of one program, as slices of the slab.
+/// The tensors of one program, as slices of the slabs.
 struct Memory<'a> {
-    slab: &'a Slab,
+    slabs: &'a Slabs,
     program: &'a Program,
     layout: &'a Layout,
 }
@@ -137,7 +158,7 @@ impl<'a> Memory<'a> {
         let t = self.program.tensor(tensor);
         debug_assert_eq!(size_of::<T>(), t.dtype.bytes(), "{}", t.name);
         // SAFETY: see above; one op runs at a time.
-        unsafe { self.slab.slice(self.layout.offset(tensor), t.elements()) }
+        unsafe { self.slabs.of(t.home).slice(self.layout.offset(tensor), t.elements()) }
     }
 
     /// The elements from the first to the last of a view.
@@ -212,6 +233,7 @@ impl<'a> Memory<'a> {
                     *out = kernels::argmax(row);
                 }
             }
+            OpKind::ToDevice { from, to } | OpKind::ToHost { from, to } => self.copy(from, to),
             OpKind::CrossEntropy { logits, .. } => {
                 with_elem!(self.dtype(*logits), E, self.model_op::<E>(&op.kind, ws));
             }
@@ -472,7 +494,9 @@ impl Memory<'_> {
             | OpKind::GradNorm { .. }
             | OpKind::AdamW { .. }
             | OpKind::AdamW8bit { .. }
-            | OpKind::Sgd { .. } => unreachable!("handled by `run`"),
+            | OpKind::Sgd { .. }
+            | OpKind::ToDevice { .. }
+            | OpKind::ToHost { .. } => unreachable!("handled by `run`"),
         }
     }
 
@@ -487,6 +511,18 @@ impl Memory<'_> {
             },
         };
         QuantizedSlice { codebook: codebook.values(), codes: self.all(part.codes), scales }
+    }
+
+    /// to = from: bytes that lie together on both sides.
+    fn copy(&self, from: &View, to: &View) {
+        let bytes = |view: &View| {
+            let t = self.program.tensor(view.tensor);
+            let size = t.dtype.bytes();
+            let at = self.layout.offset(view.tensor) + (view.first() * size) as u64;
+            // SAFETY: as in `all`; source and target lie in different slabs.
+            unsafe { self.slabs.of(t.home).slice::<u8>(at, view.elements() * size) }
+        };
+        bytes(to).copy_from_slice(bytes(from));
     }
 
     /// norm[0] = the global norm, norm[1] = the factor that clips to `max_norm`.

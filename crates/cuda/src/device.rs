@@ -1,15 +1,17 @@
-//! Runs a program at its layout on a GPU: one slab, one stream, and each section
-//! of a program as one CUDA graph.
+//! Runs a program at its layout on a GPU: a slab for each home, a stream for each
+//! lane, and each section of a program as one CUDA graph.
 
 use std::cell::Cell;
 use std::io;
 
-use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout, Placement, Taken};
-use plimsoll_program::{Access, Op, Program};
+use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout, Placement, SlabSizes, Taken, Waits};
+use plimsoll_program::{Access, Home, Lane, Op, Program, Tensor};
 
 use crate::driver::{Context, DeviceInfo, Graph, Pinned, cuda};
 use crate::error::CudaError;
+use crate::host::HostSlab;
 use crate::kernels::Kernels;
+use crate::lanes::{Streams, run_section};
 use crate::launch::Launcher;
 use crate::nvml::Nvml;
 use crate::products::Products;
@@ -29,7 +31,9 @@ pub struct CudaDevice {
     /// Bytes of `staging` that copies in flight may still read.
     staged: usize,
     slab: u64,
-    slab_bytes: u64,
+    host: HostSlab,
+    sizes: SlabSizes,
+    streams: Streams,
     /// Runs so far: the clock of the graph cache.
     runs: u64,
     context: Context,
@@ -53,7 +57,7 @@ struct Section {
 struct Key {
     ops: Vec<Op>,
     placements: Vec<Option<Placement>>,
-    shapes: Vec<(plimsoll_arch::DType, usize, usize)>,
+    shapes: Vec<(plimsoll_arch::DType, Home, usize, usize)>,
 }
 
 impl Key {
@@ -61,7 +65,7 @@ impl Key {
         Key {
             ops: program.ops[program.sections[section].ops.clone()].to_vec(),
             placements: layout.placements.clone(),
-            shapes: program.tensors.iter().map(|t| (t.dtype, t.rows(), t.cols())).collect(),
+            shapes: program.tensors.iter().map(shape).collect(),
         }
     }
 
@@ -69,21 +73,24 @@ impl Key {
         self.ops == program.ops[program.sections[section].ops.clone()]
             && self.placements == layout.placements
             && self.shapes.len() == program.tensors.len()
-            && self
-                .shapes
-                .iter()
-                .zip(&program.tensors)
-                .all(|(s, t)| *s == (t.dtype, t.rows(), t.cols()))
+            && self.shapes.iter().zip(&program.tensors).all(|(s, t)| *s == shape(t))
     }
 }
 
+fn shape(t: &Tensor) -> (plimsoll_arch::DType, Home, usize, usize) {
+    (t.dtype, t.home, t.rows(), t.cols())
+}
+
 impl CudaDevice {
-    /// Takes GPU `ordinal`, then reserves and clears the slab.
+    /// Takes GPU `ordinal`, then reserves and clears the slabs.
     ///
     /// # Errors
-    /// [`DeviceError::Reserve`] when the GPU has not that much free memory; else a
+    /// [`DeviceError::Reserve`] when the GPU has not that much free memory,
+    /// [`DeviceError::ReserveHost`] when the system does not lock that much; else a
     /// [`CudaError`]: no driver, no GPU, a missing library (with how to get it).
-    pub fn new(slab_bytes: u64, ordinal: usize) -> Result<CudaDevice, DeviceError> {
+    pub fn new(sizes: impl Into<SlabSizes>, ordinal: usize) -> Result<CudaDevice, DeviceError> {
+        let sizes = sizes.into();
+        let slab_bytes = sizes.device;
         let context = Context::new(ordinal)?;
         let products = Products::new(&context)?;
         let kernels = Kernels::new(&context);
@@ -98,19 +105,22 @@ impl CudaDevice {
                 cause: io::Error::new(io::ErrorKind::OutOfMemory, text),
             });
         }
-        let device = CudaDevice {
+        let mut device = CudaDevice {
             graphs: Vec::new(),
             products,
             kernels,
             staging,
             staged: 0,
             slab,
-            slab_bytes,
+            host: HostSlab::empty(),
+            sizes,
+            streams: Streams::default(),
             runs: 0,
             context,
         };
         cuda!(cuMemsetD8Async(slab, 0, bytes, device.context.stream))?;
         device.context.synchronize()?;
+        device.host = HostSlab::reserve(sizes.host)?;
         Ok(device)
     }
 
@@ -126,7 +136,7 @@ impl CudaDevice {
     /// The driver's own.
     pub fn overhead_bytes(&self) -> Result<u64, DeviceError> {
         self.context.bind()?;
-        Ok(self.context.taken()?.saturating_sub(self.slab_bytes))
+        Ok(self.context.taken()?.saturating_sub(self.sizes.device))
     }
 
     /// Bytes that the driver (NVML) counts for this process, slab included; none
@@ -146,8 +156,17 @@ impl CudaDevice {
         Ok(())
     }
 
-    fn launcher<'a>(&'a self, program: &'a Program, layout: &'a Layout) -> Launcher<'a> {
-        Launcher {
+    /// With streams for the lanes that a section uses.
+    fn launcher<'a>(
+        &'a self,
+        program: &'a Program,
+        layout: &'a Layout,
+        section: usize,
+    ) -> Result<Launcher<'a>, CudaError> {
+        let ops = &program.ops[program.sections[section].ops.clone()];
+        let used = |lane: Lane| ops.iter().any(|op| op.kind.lane() == lane);
+        Ok(Launcher {
+            lanes: self.streams.of(&self.context, used)?,
             context: &self.context,
             kernels: &self.kernels,
             products: &self.products,
@@ -155,20 +174,23 @@ impl CudaDevice {
             program,
             layout,
             slab: self.slab,
+            host: self.host.address(),
             current: Cell::new(0),
-        }
+        })
     }
 
     fn check(&self, layout: &Layout) -> Result<(), CudaError> {
-        if layout.slab_bytes > self.slab_bytes {
-            let (needed, slab) = (layout.slab_bytes, self.slab_bytes);
-            return Err(CudaError::SlabTooSmall { needed, slab });
+        for home in [Home::Device, Home::Host] {
+            let (needed, slab) = (layout.slabs().of(home), self.sizes.of(home));
+            if needed > slab {
+                return Err(CudaError::SlabTooSmall { needed, slab });
+            }
         }
         Ok(())
     }
 
-    fn check_range(&self, offset: u64, len: usize) -> Result<(), CudaError> {
-        let slab = self.slab_bytes;
+    fn check_range(&self, home: Home, offset: u64, len: usize) -> Result<(), CudaError> {
+        let slab = self.sizes.of(home);
         match offset.checked_add(len as u64) {
             Some(end) if end <= slab => Ok(()),
             _ => Err(CudaError::OutsideSlab { offset, len, slab }),
@@ -203,15 +225,10 @@ impl CudaDevice {
         section: usize,
     ) -> Result<(), CudaError> {
         let ops = program.sections[section].ops.clone();
-        let launcher = self.launcher(program, layout);
+        let launcher = self.launcher(program, layout, section)?;
         self.tune(&launcher, section)?;
-        let launch = || {
-            let mut at = ops.start;
-            while at < ops.end {
-                at = launcher.run(at, ops.end)?;
-            }
-            Ok(())
-        };
+        let waits = Waits::new(program, layout);
+        let launch = || run_section(&launcher, &waits, ops.clone());
         launch()?;
         let graph = Graph::capture(self.context.stream, launch)?;
         if self.graphs.len() >= MAX_GRAPHS {
@@ -252,20 +269,25 @@ impl CudaDevice {
 }
 
 impl Device for CudaDevice {
-    fn slab_bytes(&self) -> u64 {
-        self.slab_bytes
+    fn slabs(&self) -> SlabSizes {
+        self.sizes
     }
 
     /// Small pieces go without waiting for what runs; `fill` writes to page-locked
     /// memory. Large ones are filled in ordinary memory and go up in pieces.
     fn upload(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         self.context.bind()?;
-        self.check_range(offset, len)?;
+        self.check_range(home, offset, len)?;
+        if home == Home::Host {
+            self.context.synchronize()?;
+            return fill(self.host.slice(offset as usize, len));
+        }
         if len <= STAGING {
             let at = self.stage(len)?;
             fill(self.staging.slice(at, len))?;
@@ -288,14 +310,19 @@ impl Device for CudaDevice {
 
     fn download(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         self.context.bind()?;
-        self.check_range(offset, len)?;
+        self.check_range(home, offset, len)?;
         if len == 0 {
             return read(&[]);
+        }
+        if home == Home::Host {
+            self.context.synchronize()?;
+            return read(self.host.slice(offset as usize, len));
         }
         if len <= STAGING {
             return read(self.fetch(offset, len)?);
@@ -310,7 +337,7 @@ impl Device for CudaDevice {
 
     fn taken_bytes(&mut self) -> Result<Option<Taken>, DeviceError> {
         let overhead = self.overhead_bytes()?;
-        Ok(Some(Taken { total: self.slab_bytes + overhead, overhead }))
+        Ok(Some(Taken { total: self.sizes.device + overhead, overhead }))
     }
 
     /// Returns as soon as the work is queued; [`Device::download`] waits for it.
@@ -346,13 +373,16 @@ impl Device for CudaDevice {
         self.context.bind()?;
         self.check(layout)?;
         let ops = program.sections[section].ops.clone();
-        let launcher = self.launcher(program, layout);
+        let mut launcher = self.launcher(program, layout, section)?;
         self.tune(&launcher, section)?;
+        // One after the other, so that each has its own time.
         let stream = self.context.stream;
+        launcher.lanes = [stream; Lane::ALL.len()];
+        let waits = Waits::new(program, layout);
         let (mut at, mut marks) = (ops.start, vec![(ops.start, self.context.event()?)]);
         marks[0].1.record(stream)?;
         while at < ops.end {
-            let next = launcher.run(at, ops.end)?;
+            let next = launcher.run(at, waits.launch_end(program, at, ops.end))?;
             let event = self.context.event()?;
             event.record(stream)?;
             marks.push((next, event));
@@ -388,6 +418,8 @@ impl Drop for CudaDevice {
         let _ = self.context.bind();
         let _ = self.context.synchronize();
         self.graphs.clear();
+        self.host = HostSlab::empty();
+        self.streams = Streams::default();
         self.kernels.unload();
         let _ = cuda!(cuMemFree_v2(self.slab));
     }

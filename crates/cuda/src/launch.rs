@@ -3,7 +3,7 @@
 use cudarc::driver::sys;
 use plimsoll_arch::DType;
 use plimsoll_plan::Layout;
-use plimsoll_program::{Access, Op, OpKind, Program, TensorId, View};
+use plimsoll_program::{Access, Home, Lane, Op, OpKind, Program, TensorId, View};
 
 use crate::driver::{Context, cuda};
 use crate::error::CudaError;
@@ -17,11 +17,15 @@ pub(crate) struct Launcher<'a> {
     pub context: &'a Context,
     pub kernels: &'a Kernels,
     pub products: &'a Products,
+    /// The compute lane's.
     pub stream: sys::CUstream,
+    /// By lane.
+    pub lanes: [sys::CUstream; Lane::ALL.len()],
     pub program: &'a Program,
     pub layout: &'a Layout,
-    /// Address of the slab.
+    /// Addresses of the slabs.
     pub slab: u64,
+    pub host: u64,
     /// The op in hand, for messages.
     pub current: std::cell::Cell<usize>,
 }
@@ -49,7 +53,11 @@ fn norm_variant(c: usize, dtype: DType) -> (String, u32) {
 impl Launcher<'_> {
     /// Address of a tensor.
     pub fn at(&self, tensor: TensorId) -> u64 {
-        self.slab + self.layout.offset(tensor)
+        let slab = match self.program.tensor(tensor).home {
+            Home::Device => self.slab,
+            Home::Host => self.host,
+        };
+        slab + self.layout.offset(tensor)
     }
 
     pub fn dtype(&self, tensor: TensorId) -> DType {
@@ -74,6 +82,10 @@ impl Launcher<'_> {
 
     pub fn view(&self, view: &View) -> u64 {
         self.at(view.tensor) + (view.first() * self.dtype(view.tensor).bytes()) as u64
+    }
+
+    fn bytes(&self, view: &View) -> usize {
+        view.elements() * self.dtype(view.tensor).bytes()
     }
 
     /// `_bf16_v8` where all these row lengths are whole vectors, else `_bf16_v1`.
@@ -297,6 +309,16 @@ impl Launcher<'_> {
                 ];
                 let grid = Grid::line(t.elements().div_ceil(1024), 256);
                 self.launch("dropout", &format!("dropout_{}", suffix(t.dtype)), grid, &args)
+            }
+            OpKind::ToDevice { from, to } => {
+                let (from, to, len) = (self.view(from), self.view(to), self.bytes(from));
+                let stream = self.lanes[Lane::HostToDevice.index()];
+                cuda!(cuMemcpyHtoDAsync_v2(to, from as *const _, len, stream))
+            }
+            OpKind::ToHost { from, to } => {
+                let (from, to, len) = (self.view(from), self.view(to), self.bytes(from));
+                let stream = self.lanes[Lane::DeviceToHost.index()];
+                cuda!(cuMemcpyDtoHAsync_v2(to as *mut _, from, len, stream))
             }
             OpKind::GradNorm { grads, norm, max_norm } => {
                 optimizer::grad_norm(self, grads, *norm, *max_norm, workspace)

@@ -10,7 +10,7 @@ use half::bf16;
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_plan::{Device, DeviceError, Layout};
 use plimsoll_program::{
-    Class, Lora, Program, QuantizedPart, TensorId, WeightPart, quantized_name, weight_parts,
+    Class, Home, Lora, Program, QuantizedPart, TensorId, WeightPart, quantized_name, weight_parts,
 };
 use plimsoll_quant::{
     BLOCK, Codebook, Format4bit, blocks, nested_blocks, quantize_4bit, quantize_absmax,
@@ -29,6 +29,7 @@ struct Places<'a> {
 
 /// The bytes of one checkpoint tensor inside the slab.
 struct Place {
+    home: Home,
     offset: u64,
     len: usize,
     dtype: DType,
@@ -69,6 +70,7 @@ impl<'a> Places<'a> {
         let cols = if part.shape.len() > 1 { tensor.cols() } else { 1 };
         let bytes = tensor.dtype.bytes();
         Place {
+            home: tensor.home,
             offset: self.layout.offset(id) + (part.row * cols * bytes) as u64,
             len: part.shape.iter().product::<usize>() * bytes,
             dtype: tensor.dtype,
@@ -85,12 +87,13 @@ impl<'a> Places<'a> {
         make: &mut dyn FnMut(Format4bit, Packed4bit) -> Result<(), ModelError>,
     ) -> Result<(), DeviceError> {
         let format = Format4bit { codebook, double: part.nested.is_some() };
+        let home = |id: TensorId| self.program.tensor(id).home;
         let at = |id: TensorId| self.layout.offset(id);
         let (mut plain, mut codes, mut absmax, mut offset) = match format.double {
             true => (vec![], vec![0; blocks(elements)], vec![0.0; nested_blocks(elements)], 0.0),
             false => (vec![0.0; blocks(elements)], vec![], vec![], 0.0),
         };
-        device.upload(at(part.codes), elements.div_ceil(2), &mut |bytes| {
+        device.upload(home(part.codes), at(part.codes), elements.div_ceil(2), &mut |bytes| {
             let scales = match format.double {
                 true => {
                     let (codes, absmax, offset) = (&mut codes[..], &mut absmax[..], &mut offset);
@@ -101,7 +104,7 @@ impl<'a> Places<'a> {
             make(format, Packed4bit { codes: bytes, scales }).map_err(source)
         })?;
         let mut put = |id: TensorId, data: &[u8]| {
-            device.upload(at(id), data.len(), &mut |bytes| {
+            device.upload(home(id), at(id), data.len(), &mut |bytes| {
                 bytes.copy_from_slice(data);
                 Ok(())
             })
@@ -165,7 +168,7 @@ fn read_dense(
     checkpoint: &Checkpoint,
     name: &str,
 ) -> Result<(), DeviceError> {
-    device.upload(place.offset, place.len, &mut |bytes| {
+    device.upload(place.home, place.offset, place.len, &mut |bytes| {
         let read = match place.dtype {
             DType::Bf16 => checkpoint.read_bf16(name, bytemuck::cast_slice_mut(bytes)),
             _ => checkpoint.read_f32(name, bytemuck::cast_slice_mut(bytes)),
@@ -220,7 +223,7 @@ fn fill_dense(
     place: &Place,
     value: impl Fn(usize) -> f32 + Sync,
 ) -> Result<(), DeviceError> {
-    device.upload(place.offset, place.len, &mut |bytes| {
+    device.upload(place.home, place.offset, place.len, &mut |bytes| {
         match place.dtype {
             DType::Bf16 => fill(bytemuck::cast_slice_mut(bytes), |i| bf16::from_f32(value(i))),
             _ => fill(bytemuck::cast_slice_mut::<u8, f32>(bytes), &value),
@@ -384,7 +387,7 @@ pub fn init_state(
 ) -> Result<(), DeviceError> {
     let Some(id) = program.find("rope") else { return Ok(()) };
     let bytes = program.tensor(id).bytes() as usize;
-    device.upload(layout.offset(id), bytes, &mut |bytes| {
+    device.upload(Home::Device, layout.offset(id), bytes, &mut |bytes| {
         arch.fill_rope_table(bytemuck::cast_slice_mut(bytes));
         Ok(())
     })
@@ -410,7 +413,7 @@ pub fn save_parts(
         let Stored::Dense(place) = places.of(part) else {
             panic!("`{}` is in four bits", part.source)
         };
-        device.download(place.offset, place.len, &mut |bytes| {
+        device.download(place.home, place.offset, place.len, &mut |bytes| {
             write(&part.source, place.dtype, bytes).map_err(source)
         })?;
     }

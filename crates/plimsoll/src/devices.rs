@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_cuda::{CudaDevice, CudaTarget, device_info};
-use plimsoll_plan::Device;
+use plimsoll_plan::{Device, SlabSizes};
 use plimsoll_program::Target;
 
 use crate::exit::Stop;
@@ -60,14 +60,14 @@ impl DeviceArg {
         }
     }
 
-    /// Reserves a slab.
+    /// Reserves the slabs.
     ///
     /// # Errors
     /// There is no such device, or not that much memory.
-    pub fn reserve(self, slab_bytes: u64) -> Result<Box<dyn Device>, Stop> {
+    pub fn reserve(self, slabs: impl Into<SlabSizes>) -> Result<Box<dyn Device>, Stop> {
         Ok(match self {
-            DeviceArg::Cpu => Box::new(CpuDevice::new(slab_bytes, crate::threads())?),
-            DeviceArg::Cuda => Box::new(CudaDevice::new(slab_bytes, 0)?),
+            DeviceArg::Cpu => Box::new(CpuDevice::new(slabs, crate::threads())?),
+            DeviceArg::Cuda => Box::new(CudaDevice::new(slabs, 0)?),
         })
     }
 }

@@ -40,7 +40,8 @@ impl fmt::Display for Stop {
 impl From<plimsoll_plan::DeviceError> for Stop {
     fn from(error: plimsoll_plan::DeviceError) -> Stop {
         match error {
-            plimsoll_plan::DeviceError::Reserve { .. } => Stop::DoesNotFit(error.to_string()),
+            plimsoll_plan::DeviceError::Reserve { .. }
+            | plimsoll_plan::DeviceError::ReserveHost { .. } => Stop::DoesNotFit(error.to_string()),
             plimsoll_plan::DeviceError::Source(_) => Stop::Input(error.to_string()),
         }
     }

@@ -60,7 +60,10 @@ impl Program {
             OpKind::AdamW { param, .. } => plain(14.0 * elements(*param)),
             OpKind::AdamW8bit { param, .. } => plain(50.0 * elements(*param)),
             OpKind::Sgd { param, .. } => plain(4.0 * elements(*param)),
-            OpKind::Embed { .. } | OpKind::GatherRows { .. } => plain(0.0),
+            OpKind::Embed { .. }
+            | OpKind::GatherRows { .. }
+            | OpKind::ToDevice { .. }
+            | OpKind::ToHost { .. } => plain(0.0),
         };
         Work { flops, matmul_flops, bytes: self.bytes_moved(&op.kind) }
     }
@@ -100,6 +103,8 @@ impl Program {
             }
             OpKind::GatherRows { rows, out, .. } => bytes(*rows) + 2.0 * bytes(*out),
             OpKind::CrossEntropy { logits, backward, .. } => sum(*backward) * bytes(*logits),
+            // Once over the link.
+            OpKind::ToDevice { from, .. } | OpKind::ToHost { from, .. } => view(from),
             _ => {
                 let mut total = 0.0;
                 kind.for_each_operand(|t, access| {

@@ -293,9 +293,10 @@ impl Session<'_> {
         let mut out = BufWriter::new(file);
         out.write_all(&self.optimizer_header()).map_err(io_error("write", path))?;
         for id in self.optimizer_tensors() {
-            let (offset, bytes) =
-                (self.plan.train_layout.offset(id), self.plan.train.tensor(id).bytes());
-            self.device.download(offset, bytes as usize, &mut |data| {
+            let tensor = self.plan.train.tensor(id);
+            let (home, bytes) = (tensor.home, tensor.bytes() as usize);
+            let offset = self.plan.train_layout.offset(id);
+            self.device.download(home, offset, bytes, &mut |data| {
                 out.write_all(data)
                     .map_err(|e| DeviceError::Source(Box::new(io_error("write", path)(e))))
             })?;
@@ -352,8 +353,8 @@ impl Session<'_> {
             return Err(damaged(&path, reason));
         }
         for id in self.optimizer_tensors() {
-            let (offset, bytes) = (layout.offset(id), program.tensor(id).bytes());
-            self.device.upload(offset, bytes as usize, &mut |out| {
+            let (home, bytes) = (program.tensor(id).home, program.tensor(id).bytes() as usize);
+            self.device.upload(home, layout.offset(id), bytes, &mut |out| {
                 input.read_exact(out).map_err(|e| {
                     let reason = format!("it ends inside `{}` ({e})", program.tensor(id).name);
                     DeviceError::Source(Box::new(damaged(&path, reason)))

@@ -134,7 +134,8 @@ impl PlannedPoint {
             Box::new(args.data.rows(&model, batch, seq, args.seed)?.train)
         };
         let documents = if args.full_rows { seq as f64 } else { document_tokens(&*rows) };
-        let seconds = schedule(&plan.train, &planner.device, Some(documents)).step_seconds;
+        let seconds = schedule(&plan.train, &plan.train_layout, &planner.device, Some(documents))
+            .step_seconds;
         Ok(PlannedPoint { model, plan, planner, kind, seconds, rows })
     }
 
@@ -172,7 +173,7 @@ impl PlannedPoint {
     /// The device's own, or the checkpoint cannot be read.
     pub fn reserve(self, args: &PointArgs) -> Result<Ready, Stop> {
         let growth = Growth::start()?;
-        let mut device = self.kind.reserve(self.plan.slab_bytes())?;
+        let mut device = self.kind.reserve(self.plan.slabs())?;
         let (program, layout) = (&self.plan.train, &self.plan.train_layout);
         let arch = &self.model.arch;
         init_state(&mut *device, program, layout, arch)?;

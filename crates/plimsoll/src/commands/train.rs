@@ -112,7 +112,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
     output::note(format_args!("{}", table(&planned.report)));
 
     let growth = Growth::start()?;
-    let mut device = kind.reserve(plan.slab_bytes())?;
+    let mut device = kind.reserve(plan.slabs())?;
     let fingerprint = fingerprint(args, &model, &recipe, &rows, &options);
     let state = fill(args, &model, &plan, &mut *device, old.as_ref(), &fingerprint)?;
     let mut session = Session { plan: &plan, device: &mut *device };
