@@ -9,9 +9,9 @@ use std::time::Instant;
 use half::bf16;
 use plimsoll_arch::DType;
 use plimsoll_comm::{CommError, Communicator};
-use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout};
+use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout, SlabSizes};
 use plimsoll_program::{
-    AttentionShape, Codebook, Op, OpKind, Program, QuantizedPart, Shard, StepScalars, Target,
+    AttentionShape, Codebook, Home, Op, OpKind, Program, QuantizedPart, Shard, StepScalars, Target,
     TensorId, View,
 };
 use plimsoll_quant::{AdamW8bit, DynamicMap, State8bit};
@@ -25,22 +25,41 @@ pub struct CpuTarget {
     pub threads: usize,
 }
 
-/// A slab in main memory and the threads that work on it.
+/// Slabs in main memory and the threads that work on them.
 pub struct CpuDevice {
-    slab: Slab,
+    slabs: Slabs,
+    sizes: SlabSizes,
     pool: Pool,
     /// The other ranks; none for one alone.
     group: Option<Box<dyn Communicator>>,
 }
 
+/// The memory of both homes: here they are alike.
+struct Slabs {
+    device: Slab,
+    host: Slab,
+}
+
+impl Slabs {
+    fn of(&self, home: Home) -> &Slab {
+        match home {
+            Home::Device => &self.device,
+            Home::Host => &self.host,
+        }
+    }
+}
+
 impl CpuDevice {
-    /// Starts the threads, then reserves the slab.
+    /// Starts the threads, then reserves the slabs.
     ///
     /// # Errors
     /// The system refuses threads or memory.
-    pub fn new(slab_bytes: u64, threads: usize) -> Result<CpuDevice, DeviceError> {
+    pub fn new(sizes: impl Into<SlabSizes>, threads: usize) -> Result<CpuDevice, DeviceError> {
+        let sizes = sizes.into();
         let pool = Pool::new(threads).map_err(|cause| DeviceError::Source(Box::new(cause)))?;
-        Ok(CpuDevice { slab: Slab::reserve(slab_bytes)?, pool, group: None })
+        let slabs =
+            Slabs { device: Slab::reserve(sizes.device)?, host: Slab::reserve(sizes.host)? };
+        Ok(CpuDevice { slabs, sizes, pool, group: None })
     }
 
     /// As [`CpuDevice::new`], for one rank of a group.
@@ -48,11 +67,11 @@ impl CpuDevice {
     /// # Errors
     /// The system refuses threads or memory.
     pub fn in_group(
-        slab_bytes: u64,
+        sizes: impl Into<SlabSizes>,
         threads: usize,
         group: Box<dyn Communicator>,
     ) -> Result<CpuDevice, DeviceError> {
-        Ok(CpuDevice { group: Some(group), ..CpuDevice::new(slab_bytes, threads)? })
+        Ok(CpuDevice { group: Some(group), ..CpuDevice::new(sizes, threads)? })
     }
 
     pub fn threads(&self) -> usize {
@@ -61,28 +80,30 @@ impl CpuDevice {
 }
 
 impl Device for CpuDevice {
-    fn slab_bytes(&self) -> u64 {
-        self.slab.len() as u64
+    fn slabs(&self) -> SlabSizes {
+        self.sizes
     }
 
     fn upload(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         // SAFETY: `&mut self` excludes a running program.
-        fill(unsafe { self.slab.slice(offset, len) })
+        fill(unsafe { self.slabs.of(home).slice(offset, len) })
     }
 
     fn download(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         // SAFETY: as above.
-        read(unsafe { self.slab.slice(offset, len) })
+        read(unsafe { self.slabs.of(home).slice(offset, len) })
     }
 
     fn rank(&self) -> usize {
@@ -102,7 +123,7 @@ impl Device for CpuDevice {
         layout: &Layout,
         section: usize,
     ) -> Result<(), DeviceError> {
-        let (memory, group) = memory(&self.slab, program, layout, &mut self.group);
+        let (memory, group) = memory(&self.slabs, program, layout, &mut self.group);
         let ops = program.sections[section].ops.clone();
         self.pool.install(|| {
             for op in &program.ops[ops] {
@@ -118,7 +139,7 @@ impl Device for CpuDevice {
         layout: &Layout,
         section: usize,
     ) -> Result<Vec<LaunchTime>, DeviceError> {
-        let (memory, group) = memory(&self.slab, program, layout, &mut self.group);
+        let (memory, group) = memory(&self.slabs, program, layout, &mut self.group);
         let ops = program.sections[section].ops.clone();
         self.pool.install(|| {
             let time = |at: usize| {
@@ -132,18 +153,18 @@ impl Device for CpuDevice {
 }
 
 fn memory<'a, 'g>(
-    slab: &'a Slab,
+    slabs: &'a Slabs,
     program: &'a Program,
     layout: &'a Layout,
     group: &'g mut Option<Box<dyn Communicator>>,
 ) -> (Memory<'a>, &'g mut Option<Box<dyn Communicator>>) {
     let rank = group.as_ref().map_or(0, |g| g.rank());
-    (Memory { slab, program, layout, rank }, group)
+    (Memory { slabs, program, layout, rank }, group)
 }
 
-/// The tensors of one program, as slices of the slab.
+/// The tensors of one program, as slices of the slabs.
 struct Memory<'a> {
-    slab: &'a Slab,
+    slabs: &'a Slabs,
     program: &'a Program,
     layout: &'a Layout,
     rank: usize,
@@ -173,8 +194,9 @@ impl<'a> Memory<'a> {
     fn all<T: bytemuck::Pod>(&self, tensor: TensorId) -> &'a mut [T] {
         let t = self.program.tensor(tensor);
         debug_assert_eq!(size_of::<T>(), t.dtype.bytes(), "{}", t.name);
+        let (slab, elements) = (self.slabs.of(t.home), t.held(self.rank).len());
         // SAFETY: see above; one op runs at a time.
-        unsafe { self.slab.slice(self.layout.offset(tensor), t.held(self.rank).len()) }
+        unsafe { slab.slice(self.layout.offset(tensor), elements) }
     }
 
     /// The elements of a tensor that this rank answers for.
@@ -188,9 +210,9 @@ impl<'a> Memory<'a> {
 
     /// All bytes of a tensor, padding included.
     fn bytes(&self, tensor: TensorId) -> &'a mut [u8] {
-        let bytes = self.program.tensor(tensor).bytes() as usize;
+        let t = self.program.tensor(tensor);
         // SAFETY: as for `all`.
-        unsafe { self.slab.slice(self.layout.offset(tensor), bytes) }
+        unsafe { self.slabs.of(t.home).slice(self.layout.offset(tensor), t.bytes() as usize) }
     }
 
     /// The elements from the first to the last of a view.
@@ -280,6 +302,7 @@ impl<'a> Memory<'a> {
                     *out = kernels::argmax(row);
                 }
             }
+            OpKind::ToDevice { from, to } | OpKind::ToHost { from, to } => self.copy(from, to),
             OpKind::CrossEntropy { logits, .. } => {
                 with_elem!(self.dtype(*logits), E, self.model_op::<E>(&op.kind, ws));
             }
@@ -546,7 +569,9 @@ impl Memory<'_> {
             | OpKind::GradNorm { .. }
             | OpKind::AdamW { .. }
             | OpKind::AdamW8bit { .. }
-            | OpKind::Sgd { .. } => unreachable!("handled by `run`"),
+            | OpKind::Sgd { .. }
+            | OpKind::ToDevice { .. }
+            | OpKind::ToHost { .. } => unreachable!("handled by `run`"),
         }
     }
 
@@ -561,6 +586,18 @@ impl Memory<'_> {
             },
         };
         QuantizedSlice { codebook: codebook.values(), codes: self.all(part.codes), scales }
+    }
+
+    /// to = from: bytes that lie together on both sides.
+    fn copy(&self, from: &View, to: &View) {
+        let bytes = |view: &View| {
+            let t = self.program.tensor(view.tensor);
+            let size = t.dtype.bytes();
+            let at = self.layout.offset(view.tensor) + (view.first() * size) as u64;
+            // SAFETY: as in `all`; source and target lie in different slabs.
+            unsafe { self.slabs.of(t.home).slice::<u8>(at, view.elements() * size) }
+        };
+        bytes(to).copy_from_slice(bytes(from));
     }
 
     /// The sum of squares of the parts that this rank answers for.

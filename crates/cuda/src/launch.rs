@@ -4,7 +4,7 @@ use cudarc::driver::sys;
 use plimsoll_arch::DType;
 use plimsoll_comm::Nccl;
 use plimsoll_plan::Layout;
-use plimsoll_program::{Access, Op, OpKind, Program, Shard, TensorId, View};
+use plimsoll_program::{Access, Home, Lane, Op, OpKind, Program, Shard, TensorId, View};
 
 use crate::driver::{Context, cuda};
 use crate::error::CudaError;
@@ -18,11 +18,15 @@ pub(crate) struct Launcher<'a> {
     pub context: &'a Context,
     pub kernels: &'a Kernels,
     pub products: &'a Products,
+    /// The compute lane's.
     pub stream: sys::CUstream,
+    /// By lane.
+    pub lanes: [sys::CUstream; Lane::ALL.len()],
     pub program: &'a Program,
     pub layout: &'a Layout,
-    /// Address of the slab.
+    /// Addresses of the slabs.
     pub slab: u64,
+    pub host: u64,
     pub rank: usize,
     /// The other ranks; none for one alone.
     pub nccl: Option<&'a Nccl>,
@@ -53,7 +57,11 @@ fn norm_variant(c: usize, dtype: DType) -> (String, u32) {
 impl Launcher<'_> {
     /// Address of a tensor.
     pub fn at(&self, tensor: TensorId) -> u64 {
-        self.slab + self.layout.offset(tensor)
+        let slab = match self.program.tensor(tensor).home {
+            Home::Device => self.slab,
+            Home::Host => self.host,
+        };
+        slab + self.layout.offset(tensor)
     }
 
     /// Address of the part of a tensor that this rank answers for.
@@ -89,6 +97,10 @@ impl Launcher<'_> {
 
     pub fn view(&self, view: &View) -> u64 {
         self.at(view.tensor) + (view.first() * self.dtype(view.tensor).bytes()) as u64
+    }
+
+    fn bytes(&self, view: &View) -> usize {
+        view.elements() * self.dtype(view.tensor).bytes()
     }
 
     /// `_bf16_v8` where all these row lengths are whole vectors, else `_bf16_v1`.
@@ -313,6 +325,16 @@ impl Launcher<'_> {
                 let grid = Grid::line(t.elements().div_ceil(1024), 256);
                 self.launch("dropout", &format!("dropout_{}", suffix(t.dtype)), grid, &args)
             }
+            OpKind::ToDevice { from, to } => {
+                let (from, to, len) = (self.view(from), self.view(to), self.bytes(from));
+                let stream = self.lanes[Lane::HostToDevice.index()];
+                cuda!(cuMemcpyHtoDAsync_v2(to, from as *const _, len, stream))
+            }
+            OpKind::ToHost { from, to } => {
+                let (from, to, len) = (self.view(from), self.view(to), self.bytes(from));
+                let stream = self.lanes[Lane::DeviceToHost.index()];
+                cuda!(cuMemcpyDtoHAsync_v2(to as *mut _, from, len, stream))
+            }
             OpKind::GradNorm { grads, norm, max_norm } => {
                 optimizer::grad_norm(self, grads, *norm, *max_norm, workspace)
             }
@@ -359,7 +381,7 @@ impl Launcher<'_> {
             let what = "the ranks of a group, and this device has none".to_owned();
             return Err(CudaError::Unsupported { op: self.op_name(), what });
         };
-        let stream = self.stream.cast();
+        let stream = self.lanes[Lane::Communication.index()].cast();
         let elements = |t: &TensorId| self.program.tensor(*t).part_stored();
         // SAFETY: addresses are of this program's slab, which lives as long as the
         // stream; the layout gives each tensor room for what is written.

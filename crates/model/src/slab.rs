@@ -11,7 +11,8 @@ use half::bf16;
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_plan::{Device, DeviceError, Layout};
 use plimsoll_program::{
-    Class, Lora, OpKind, Program, QuantizedPart, Shard, TensorId, WeightPart, quantized_name, weight_parts,
+    Class, Home, Lora, OpKind, Program, QuantizedPart, Shard, TensorId, WeightPart, quantized_name,
+    weight_parts,
 };
 use plimsoll_quant::{
     BLOCK, Codebook, Format4bit, blocks, nested_blocks, quantize_4bit, quantize_absmax,
@@ -31,6 +32,7 @@ struct Places<'a> {
 
 /// The bytes of one checkpoint tensor inside the slab.
 struct Place {
+    home: Home,
     offset: u64,
     len: usize,
     dtype: DType,
@@ -106,6 +108,7 @@ impl<'a> Places<'a> {
         };
         let at = (first + elements.start).saturating_sub(held.start);
         Place {
+            home: tensor.home,
             offset: self.layout.offset(id) + (at * bytes) as u64,
             len: elements.len() * bytes,
             dtype: tensor.dtype,
@@ -125,6 +128,7 @@ impl<'a> Places<'a> {
         make: &mut dyn FnMut(Format4bit, Packed4bit) -> Result<(), ModelError>,
     ) -> Result<(), DeviceError> {
         let format = Format4bit { codebook, double: part.nested.is_some() };
+        let home = |id: TensorId| self.program.tensor(id).home;
         let at = |id: TensorId| self.layout.offset(id);
         let (mut plain, mut codes, mut absmax, mut offset) = match format.double {
             true => (vec![], vec![0; blocks(elements)], vec![0.0; nested_blocks(elements)], 0.0),
@@ -132,7 +136,7 @@ impl<'a> Places<'a> {
         };
         let all = elements.div_ceil(2);
         let held = self.program.tensor(part.codes).held(self.rank);
-        device.upload(at(part.codes), held.len(), &mut |bytes| {
+        device.upload(home(part.codes), at(part.codes), held.len(), &mut |bytes| {
             // Scales follow from all elements, of which this rank may have a part.
             let mut whole = if held.len() < all { vec![0; all] } else { Vec::new() };
             let to = if held.len() < all { &mut whole[..] } else { &mut bytes[..] };
@@ -150,7 +154,7 @@ impl<'a> Places<'a> {
             Ok(())
         })?;
         let mut put = |id: TensorId, data: &[u8]| {
-            device.upload(at(id), data.len(), &mut |bytes| {
+            device.upload(home(id), at(id), data.len(), &mut |bytes| {
                 bytes.copy_from_slice(data);
                 Ok(())
             })
@@ -217,7 +221,7 @@ fn read_dense(
     if place.len == 0 {
         return Ok(());
     }
-    device.upload(place.offset, place.len, &mut |bytes| {
+    device.upload(place.home, place.offset, place.len, &mut |bytes| {
         if place.is_whole() {
             let read = match place.dtype {
                 DType::Bf16 => checkpoint.read_bf16(name, bytemuck::cast_slice_mut(bytes)),
@@ -293,7 +297,7 @@ fn fill_dense(
         return Ok(());
     }
     let first = place.elements.start;
-    device.upload(place.offset, place.len, &mut |bytes| {
+    device.upload(place.home, place.offset, place.len, &mut |bytes| {
         match place.dtype {
             DType::Bf16 => {
                 fill(bytemuck::cast_slice_mut(bytes), |i| bf16::from_f32(value(first + i)))
@@ -459,7 +463,7 @@ pub fn init_state(
 ) -> Result<(), DeviceError> {
     let Some(id) = program.find("rope") else { return Ok(()) };
     let bytes = program.tensor(id).bytes() as usize;
-    device.upload(layout.offset(id), bytes, &mut |bytes| {
+    device.upload(Home::Device, layout.offset(id), bytes, &mut |bytes| {
         arch.fill_rope_table(bytemuck::cast_slice_mut(bytes));
         Ok(())
     })
@@ -492,7 +496,7 @@ pub fn save_parts(
         if own.is_empty() {
             continue;
         }
-        device.download(offset, own.len() * bytes, &mut |bytes| {
+        device.download(place.home, offset, own.len() * bytes, &mut |bytes| {
             write(&part.source, place.dtype, own.clone(), bytes).map_err(source)
         })?;
     }

@@ -24,6 +24,9 @@ pub fn stream_family(program: &Program, kind: &OpKind) -> Option<(&'static str, 
         | OpKind::LinearBackwardWeight { .. }
         | OpKind::Attention { .. }
         | OpKind::AttentionBackward { .. } => return None,
+        OpKind::ToDevice { to: piece, .. } | OpKind::ToHost { from: piece, .. } => {
+            (kind.name(), dtype(&piece.tensor))
+        }
         OpKind::AttentionCached { qkv, .. } => (kind.name(), dtype(qkv)),
         OpKind::Embed { table, .. } => (kind.name(), dtype(table)),
         OpKind::EmbedBackward { d_x, .. } => (kind.name(), dtype(d_x)),
@@ -116,6 +119,12 @@ impl DeviceProfile {
             OpKind::AttentionBackward { qkv, shape, .. } => {
                 let dtype = program.tensor(*qkv).dtype;
                 self.attention_seconds(dtype, shape, document_tokens, true)
+            }
+            OpKind::ToDevice { from, .. } => {
+                1e-6 * self.launch_us + view_bytes(from) / self.to_device_bytes_per_second
+            }
+            OpKind::ToHost { from, .. } => {
+                1e-6 * self.launch_us + view_bytes(from) / self.to_host_bytes_per_second
             }
             kind => self.stream_seconds(stream_family(program, kind), program.work(op).bytes),
         }

@@ -3,36 +3,62 @@
 use std::ops::Range;
 
 use plimsoll_comm::Communicator;
-use plimsoll_program::Program;
+use plimsoll_program::{Home, Program};
 
 use crate::Layout;
 
+/// Bytes of the slab of each home.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SlabSizes {
+    pub device: u64,
+    /// Page-locked where the device is not the CPU itself.
+    pub host: u64,
+}
+
+impl From<u64> for SlabSizes {
+    /// Everything is on the device.
+    fn from(device: u64) -> SlabSizes {
+        SlabSizes { device, host: 0 }
+    }
+}
+
+impl SlabSizes {
+    pub fn of(self, home: Home) -> u64 {
+        match home {
+            Home::Device => self.device,
+            Home::Host => self.host,
+        }
+    }
+}
+
 /// A device with its memory reserved.
 ///
-/// The slab is reserved once, at exactly the planned size, and is zero then;
-/// nothing is allocated while a program runs.
+/// A slab for each home is reserved once, at exactly the planned size, and is zero
+/// then; nothing is allocated while a program runs.
 pub trait Device {
-    /// Bytes of the slab.
-    fn slab_bytes(&self) -> u64;
+    /// Bytes of the slabs.
+    fn slabs(&self) -> SlabSizes;
 
-    /// Fills `len` bytes at `offset` of the slab. `fill` is given memory of
-    /// that length to write to; on the CPU that is the slab itself.
+    /// Fills `len` bytes at `offset` of the slab of a home. `fill` is given memory
+    /// of that length to write to; on the CPU that is the slab itself.
     ///
     /// # Errors
     /// The device's own; or whatever `fill` reports, passed through.
     fn upload(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError>;
 
-    /// Hands `len` bytes at `offset` of the slab to `read`.
+    /// Hands `len` bytes at `offset` of the slab of a home to `read`.
     ///
     /// # Errors
     /// As for [`Device::upload`].
     fn download(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
@@ -109,6 +135,10 @@ pub enum DeviceError {
         "this program is that of one of {ranks} ranks, and the device belongs to {found}: give it a group of {ranks}"
     )]
     Ranks { ranks: usize, found: usize },
+    #[error(
+        "the system refused {bytes} bytes of page-locked host memory ({cause}): offload less, or raise `ulimit -l`"
+    )]
+    ReserveHost { bytes: u64, cause: std::io::Error },
     #[error("{0}")]
     Source(#[source] Box<dyn std::error::Error + Send + Sync>),
 }

@@ -121,7 +121,7 @@ pub fn plan_report(
     memory_bytes: Option<u64>,
     document_tokens: Option<f64>,
 ) -> PlanReport {
-    let schedule = schedule(program, device, document_tokens);
+    let schedule = schedule(program, layout, device, document_tokens);
     let mut by_class: BTreeMap<Class, u64> = BTreeMap::new();
     let mut largest: Vec<Live> = Vec::new();
     for (tensor, life) in program.tensors.iter().zip(&layout.lifetimes) {

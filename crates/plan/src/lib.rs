@@ -7,6 +7,7 @@
 mod catalogue;
 mod cost;
 mod device;
+mod events;
 mod guess;
 mod interpolate;
 mod layout;
@@ -17,7 +18,8 @@ mod schedule;
 
 pub use catalogue::{Gpu, Price, closest_gpu, gpu, gpu_names, h200_profile};
 pub use cost::stream_family;
-pub use device::{Device, DeviceError, LaunchTime, Taken};
+pub use device::{Device, DeviceError, LaunchTime, SlabSizes, Taken};
+pub use events::Waits;
 pub use guess::cpu_profile;
 pub use layout::{ALIGNMENT, Layout, LayoutError, Placement, lay_out, lay_out_together};
 pub use ledger::{Cost, Live, PlanReport, live_bytes, plan_report};

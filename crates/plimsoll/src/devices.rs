@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_cuda::{CudaDevice, CudaTarget, device_info};
-use plimsoll_plan::Device;
+use plimsoll_plan::{Device, SlabSizes};
 use plimsoll_program::Target;
 
 use crate::exit::Stop;
@@ -61,26 +61,26 @@ impl DeviceArg {
         }
     }
 
-    /// Reserves a slab for one rank of a group.
+    /// Reserves the slabs for one rank of a group.
     ///
     /// # Errors
     /// There is no such device, or not that much memory.
-    pub fn reserve_in(self, slab_bytes: u64, member: Member) -> Result<Box<dyn Device>, Stop> {
-        let Some(group) = member.group else { return self.reserve(slab_bytes) };
+    pub fn reserve_in(self, slabs: impl Into<SlabSizes>, member: Member) -> Result<Box<dyn Device>, Stop> {
+        let Some(group) = member.group else { return self.reserve(slabs) };
         Ok(match self {
-            DeviceArg::Cpu => Box::new(CpuDevice::in_group(slab_bytes, member.threads, group)?),
-            DeviceArg::Cuda => Box::new(CudaDevice::in_group(slab_bytes, member.ordinal, group)?),
+            DeviceArg::Cpu => Box::new(CpuDevice::in_group(slabs, member.threads, group)?),
+            DeviceArg::Cuda => Box::new(CudaDevice::in_group(slabs, member.ordinal, group)?),
         })
     }
 
-    /// Reserves a slab.
+    /// Reserves the slabs.
     ///
     /// # Errors
     /// There is no such device, or not that much memory.
-    pub fn reserve(self, slab_bytes: u64) -> Result<Box<dyn Device>, Stop> {
+    pub fn reserve(self, slabs: impl Into<SlabSizes>) -> Result<Box<dyn Device>, Stop> {
         Ok(match self {
-            DeviceArg::Cpu => Box::new(CpuDevice::new(slab_bytes, crate::threads())?),
-            DeviceArg::Cuda => Box::new(CudaDevice::new(slab_bytes, 0)?),
+            DeviceArg::Cpu => Box::new(CpuDevice::new(slabs, crate::threads())?),
+            DeviceArg::Cuda => Box::new(CudaDevice::new(slabs, 0)?),
         })
     }
 }

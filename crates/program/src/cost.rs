@@ -76,7 +76,9 @@ impl Program {
             | OpKind::AllGather { .. }
             | OpKind::ReduceScatter { .. }
             | OpKind::AllReduce { .. }
-            | OpKind::ClipFactor { .. } => plain(0.0),
+            | OpKind::ClipFactor { .. }
+            | OpKind::ToDevice { .. }
+            | OpKind::ToHost { .. } => plain(0.0),
         };
         Work { flops, matmul_flops, bytes: self.bytes_moved(&op.kind) }
     }
@@ -136,6 +138,8 @@ impl Program {
                 let bytes = |t: TensorId| if parts { part(t) } else { bytes(t) };
                 bytes(*x) + sum(*accumulate) * bytes(*out)
             }
+            // Once over the link.
+            OpKind::ToDevice { from, .. } | OpKind::ToHost { from, .. } => view(from),
             _ => {
                 let mut total = 0.0;
                 kind.for_each_operand(|t, access| {

@@ -8,6 +8,7 @@
 
 pub mod build;
 mod cost;
+mod lane;
 mod lora;
 mod op;
 mod quantized;
@@ -17,6 +18,7 @@ mod verify;
 mod weights;
 
 pub use cost::Work;
+pub use lane::Lane;
 pub use lora::{Lora, PRODUCTS, Projection};
 pub use op::{Access, AttentionShape, Op, OpKind, Phase};
 pub use plimsoll_quant::{BLOCK as QUANT_BLOCK, Codebook, NESTED_BLOCK};

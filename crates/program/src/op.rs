@@ -239,6 +239,10 @@ pub enum OpKind {
         weight_decay: f32,
         stream: u32,
     },
+    /// to = from, whole rows: from page-locked host memory to the device.
+    ToDevice { from: View, to: View },
+    /// to = from, whole rows: from the device to page-locked host memory.
+    ToHost { from: View, to: View },
 }
 
 /// How an op touches an operand.
@@ -492,6 +496,10 @@ impl OpKind {
                     f(*norm, Read);
                 }
             }
+            OpKind::ToDevice { from, to } | OpKind::ToHost { from, to } => {
+                f(from.tensor, Read);
+                f(to.tensor, Write);
+            }
         }
     }
 
@@ -539,6 +547,8 @@ impl OpKind {
             OpKind::AdamW { .. } => "adamw",
             OpKind::AdamW8bit { .. } => "adamw8bit",
             OpKind::Sgd { .. } => "sgd",
+            OpKind::ToDevice { .. } => "to_device",
+            OpKind::ToHost { .. } => "to_host",
         }
     }
 

@@ -170,6 +170,11 @@ impl View {
         self.rows * self.cols
     }
 
+    /// Whether its rows lie one behind the other.
+    pub fn is_contiguous(self) -> bool {
+        self.cols == self.stride || self.rows <= 1
+    }
+
     /// Offset of its first element, in elements.
     pub fn first(self) -> usize {
         self.row * self.stride + self.col

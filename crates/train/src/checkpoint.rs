@@ -366,7 +366,7 @@ impl Session<'_> {
                 continue;
             }
             let (offset, bytes) = (plan.train_layout.offset(id), own.len() * t.dtype.bytes());
-            self.device.download(offset, bytes, &mut |data| {
+            self.device.download(t.home, offset, bytes, &mut |data| {
                 file.write_all_at(data, first)
                     .map_err(|e| DeviceError::Source(Box::new(io_error("write", path)(e))))
             })?;
@@ -431,7 +431,7 @@ impl Session<'_> {
                 continue;
             }
             let bytes = held.len() * t.dtype.bytes();
-            self.device.upload(layout.offset(id), bytes, &mut |out| {
+            self.device.upload(t.home, layout.offset(id), bytes, &mut |out| {
                 file.read_exact_at(out, first).map_err(|e| {
                     let reason = format!("it ends inside `{}` ({e})", t.name);
                     DeviceError::Source(Box::new(damaged(&path, reason)))

@@ -1,8 +1,10 @@
 //! One optimizer step from the host's side: inputs in, loss out.
 
 use plimsoll_arch::Architecture;
-use plimsoll_plan::{Device, DeviceError, Layout, LayoutError, lay_out, lay_out_together};
-use plimsoll_program::{Optimizer, Program, Recipe, RecipeError, StepScalars, Target, build};
+use plimsoll_plan::{
+    Device, DeviceError, Layout, LayoutError, SlabSizes, lay_out, lay_out_together,
+};
+use plimsoll_program::{Home, Optimizer, Program, Recipe, RecipeError, StepScalars, Target, build};
 
 /// The programs of a training run and their common slab.
 pub struct TrainPlan {
@@ -63,6 +65,11 @@ impl TrainPlan {
 
     pub fn slab_bytes(&self) -> u64 {
         self.train_layout.slab_bytes
+    }
+
+    /// What a device must reserve.
+    pub fn slabs(&self) -> SlabSizes {
+        self.train_layout.slabs()
     }
 }
 
@@ -248,7 +255,7 @@ impl Session<'_> {
         data: &[u8],
     ) -> Result<(), DeviceError> {
         let id = program.find(name).expect("every program has the inputs");
-        self.device.upload(layout.offset(id), data.len(), &mut |bytes| {
+        self.device.upload(Home::Device, layout.offset(id), data.len(), &mut |bytes| {
             bytes.copy_from_slice(data);
             Ok(())
         })
@@ -262,7 +269,7 @@ impl Session<'_> {
     ) -> Result<f32, DeviceError> {
         let id = program.find(name).expect("every program has it");
         let mut value = 0.0;
-        self.device.download(layout.offset(id), 4, &mut |bytes| {
+        self.device.download(Home::Device, layout.offset(id), 4, &mut |bytes| {
             value = bytemuck::pod_read_unaligned(bytes);
             Ok(())
         })?;

@@ -164,7 +164,8 @@ impl PlannedPoint {
             Rows::Packed(args.data.rows(&model, batch, seq, args.seed)?.train)
         };
         let documents = if args.full_rows { seq as f64 } else { document_tokens(&rows) };
-        let seconds = schedule(&plan.train, &planner.device, Some(documents)).step_seconds;
+        let seconds = schedule(&plan.train, &plan.train_layout, &planner.device, Some(documents))
+            .step_seconds;
         Ok(PlannedPoint { model, plan, planner, kind, seconds, rows })
     }
 
@@ -202,7 +203,7 @@ impl PlannedPoint {
     /// The device's own, or the checkpoint cannot be read.
     pub fn reserve(self, args: &PointArgs) -> Result<Ready, Stop> {
         let growth = Growth::start()?;
-        let mut device = self.kind.reserve(self.plan.slab_bytes())?;
+        let mut device = self.kind.reserve(self.plan.slabs())?;
         fill(&self.plan, &self.model, &mut *device, args.seed)?;
         Ok(Ready { point: self, device, growth })
     }
@@ -217,7 +218,7 @@ impl PlannedPoint {
         let (plan, model, kind) = (&self.plan, &self.model, self.kind);
         let inputs = vec![self.rows.clone(); ranks];
         let all = Team::new(ranks).run(inputs, |member, rows| {
-            let mut device = kind.reserve_in(plan.slab_bytes(), member)?;
+            let mut device = kind.reserve_in(plan.slabs(), member)?;
             fill(plan, model, &mut *device, args.seed)?;
             let mut session = Session { plan, device: &mut *device };
             let (loss, seconds) = steps(&mut session, &rows, args)?;

@@ -121,7 +121,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let inputs = vec![(rows.train, rows.validation); local];
     let results = team.run(inputs, |member, (train, validation)| {
         let rank = member.rank;
-        let mut device = kind.reserve_in(plan.slab_bytes(), member)?;
+        let mut device = kind.reserve_in(plan.slabs(), member)?;
         let state = fill(args, &model, &plan, &mut *device, old.as_ref(), &fingerprint)?;
         let mut session = Session { plan: &plan, device: &mut *device };
         let (total, first) = (options.total_steps, state.step);

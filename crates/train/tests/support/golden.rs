@@ -170,7 +170,7 @@ fn floats(
     let (dtype, len) = (program.tensor(tensor).dtype, program.tensor(tensor).bytes() as usize);
     let mut out = Vec::new();
     device
-        .download(layout.offset(tensor), len, &mut |bytes| {
+        .download(program.tensor(tensor).home, layout.offset(tensor), len, &mut |bytes| {
             if dtype == DType::Bf16 {
                 out.extend(bytemuck::cast_slice::<u8, bf16>(bytes).iter().map(|x| x.to_f32()));
             } else {
@@ -190,7 +190,7 @@ fn read(device: &mut dyn Device, program: &Program, layout: &Layout, name: &str)
 fn write(device: &mut dyn Device, program: &Program, layout: &Layout, name: &str, data: &[i32]) {
     let tensor = program.find(name).unwrap();
     device
-        .upload(layout.offset(tensor), data.len() * 4, &mut |bytes| {
+        .upload(program.tensor(tensor).home, layout.offset(tensor), data.len() * 4, &mut |bytes| {
             bytes.copy_from_slice(bytemuck::cast_slice(data));
             Ok(())
         })
