@@ -126,7 +126,12 @@ impl DeviceProfile {
             OpKind::ToHost { from, .. } => {
                 1e-6 * self.launch_us + view_bytes(from) / self.to_host_bytes_per_second
             }
-            kind => self.stream_seconds(stream_family(program, kind), program.work(op).bytes),
+            kind => {
+                let collective = self.peers.as_ref().and_then(|p| p.seconds(program, kind));
+                collective.unwrap_or_else(|| {
+                    self.stream_seconds(stream_family(program, kind), program.work(op).bytes)
+                })
+            }
         }
     }
 

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use plimsoll_arch::Architecture;
-use plimsoll_program::{Class, Home, Method, Program, Recipe};
+use plimsoll_program::{Class, Home, Lane, Method, OpKind, Program, Recipe};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::{DeviceProfile, Layout, schedule};
+use crate::{DeviceProfile, Layout, Peers, Schedule, schedule};
 
 /// A tensor that is alive at the peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -43,7 +43,9 @@ pub struct PlanReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
     pub step_seconds: f64,
+    /// Of all ranks together.
     pub tokens_per_second: f64,
+    /// Of one rank.
     pub flops_per_step: f64,
     pub bottleneck: &'static str,
     /// The device that the seconds are for.
@@ -53,12 +55,34 @@ pub struct PlanReport {
     /// What the step costs, where a price is known.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub cost: Option<Cost>,
+    /// What goes between the ranks, where there are several.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub communication: Option<Communication>,
     pub fragmentation: f64,
     pub tensors: usize,
     pub ops: usize,
     /// The largest tensors alive at the peak, largest first.
     pub largest: Vec<Live>,
     pub recipe: Value,
+}
+
+/// Ranks, and what their collectives cost one of them in a step.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Communication {
+    pub ranks: usize,
+    pub nodes: usize,
+    pub zero: u8,
+    /// Type in which gradients are summed.
+    pub reduce_dtype: String,
+    /// What a rank hands to collectives and gets from them, in a step.
+    pub bytes: u64,
+    /// In which the communication lane is busy, and in which nothing else is.
+    pub seconds: f64,
+    pub exposed_seconds: f64,
+    /// What NCCL takes of every device, outside the slab; part of `overhead_bytes`.
+    pub nccl_bytes: u64,
+    /// Where the rates of the links come from.
+    pub source: String,
 }
 
 /// Money, in US dollars.
@@ -72,9 +96,10 @@ pub struct Cost {
 }
 
 impl PlanReport {
-    /// Adds what a step costs at a price.
+    /// Adds what a step costs at a price of one device.
     pub fn with_price(mut self, usd_per_hour: f64, source: String) -> PlanReport {
-        let usd_per_second = usd_per_hour / 3600.0;
+        let ranks = self.communication.as_ref().map_or(1, |c| c.ranks);
+        let usd_per_second = ranks as f64 * usd_per_hour / 3600.0;
         self.cost = Some(Cost {
             price_usd_per_hour: usd_per_hour,
             price_source: source,
@@ -111,6 +136,31 @@ fn class_index(class: Class) -> usize {
     Class::ALL.iter().position(|c| *c == class).expect("ALL has every class")
 }
 
+fn communication(
+    recipe: &Recipe,
+    program: &Program,
+    peers: &Peers,
+    schedule: &Schedule,
+) -> Communication {
+    let mut bytes = 0.0;
+    for section in &program.sections {
+        let ops = &program.ops[section.ops.clone()];
+        let collectives = ops.iter().filter(|op| op.kind.lane() == Lane::Communication);
+        bytes += section.repeat as f64 * collectives.map(|op| program.work(op).bytes).sum::<f64>();
+    }
+    Communication {
+        ranks: peers.ranks,
+        nodes: peers.nodes,
+        zero: recipe.sharding.zero,
+        reduce_dtype: recipe.sharding.reduce.to_string(),
+        bytes: bytes as u64,
+        seconds: schedule.lane_seconds[Lane::Communication.index()],
+        exposed_seconds: schedule.exposed_seconds,
+        nccl_bytes: peers.nccl_bytes,
+        source: peers.source.clone(),
+    }
+}
+
 /// Puts a plan into words and numbers; `document_tokens` as in [`schedule`].
 pub fn plan_report(
     arch: &Architecture,
@@ -134,12 +184,22 @@ pub fn plan_report(
     }
     largest.sort_by_key(|l| std::cmp::Reverse(l.bytes));
     largest.truncate(12);
-    let tokens = (recipe.batch * recipe.accumulate) as f64
+    let tokens = (recipe.batch * recipe.accumulate * recipe.sharding.ranks) as f64
         * if recipe.method == Method::Infer { 1.0 } else { recipe.seq as f64 };
     let parameters = arch.parameters() as u64;
-    let gradients = program.tensors.iter().filter(|t| t.class == Class::Gradient);
-    let trainable = gradients.map(|t| t.elements() as u64).sum();
+    let updated = program.ops.iter().filter_map(|op| match &op.kind {
+        OpKind::AdamW { param, .. }
+        | OpKind::AdamW8bit { param, .. }
+        | OpKind::Sgd { param, .. } => Some(program.tensor(*param).elements() as u64),
+        _ => None,
+    });
+    let trainable = updated.sum();
     let needed = layout.slab_bytes + device.overhead_bytes;
+    let communication = device
+        .peers
+        .as_ref()
+        .filter(|_| recipe.sharding.ranks > 1)
+        .map(|peers| communication(recipe, program, peers, &schedule));
     PlanReport {
         model: arch.name.clone(),
         parameters,
@@ -164,6 +224,7 @@ pub fn plan_report(
         device: device.name.clone(),
         device_source: device.source.clone(),
         cost: None,
+        communication,
         fragmentation: layout.fragmentation(),
         tensors: program.tensors.len(),
         ops: program.ops.len(),

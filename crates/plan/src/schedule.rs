@@ -28,6 +28,8 @@ pub struct Schedule {
     pub memory_seconds: f64,
     /// Seconds in which each lane has something to do, by [`Lane::index`].
     pub lane_seconds: [f64; Lane::ALL.len()],
+    /// Seconds in which the communication lane works and the compute lane does not.
+    pub exposed_seconds: f64,
     /// What to speed up first: `arithmetic`, `memory`, `link` (between host and
     /// device), or `communication`.
     pub bottleneck: &'static str,
@@ -52,10 +54,12 @@ pub fn schedule(
     let mut step_seconds = 1e-6 * device.step_us;
     let (mut arithmetic_seconds, mut memory_seconds) = (0.0, 0.0);
     let mut lane_seconds = [0.0; Lane::ALL.len()];
+    let mut exposed_seconds = 0.0;
     for section in &program.sections {
         time_ops(program, section, &waits, device, document_tokens, &mut ops);
         let repeat = section.repeat as f64;
         step_seconds += repeat * overlap(section, &waits, &mut ops);
+        exposed_seconds += repeat * exposed(&ops[section.ops.clone()]);
         for op in &ops[section.ops.clone()] {
             lane_seconds[op.lane.index()] += repeat * op.seconds;
             match (op.lane, op.memory_bound) {
@@ -75,7 +79,15 @@ pub fn schedule(
         _ if memory_seconds > arithmetic_seconds => "memory",
         _ => "arithmetic",
     };
-    Schedule { step_seconds, arithmetic_seconds, memory_seconds, lane_seconds, bottleneck, ops }
+    Schedule {
+        step_seconds,
+        arithmetic_seconds,
+        memory_seconds,
+        lane_seconds,
+        exposed_seconds,
+        bottleneck,
+        ops,
+    }
 }
 
 /// Appends the seconds of a section's ops, each on its own.
@@ -120,6 +132,33 @@ fn overlap(section: &Section, waits: &Waits, ops: &mut [OpTime]) -> f64 {
         free[lane] = ops[at].start + ops[at].seconds;
     }
     free.into_iter().fold(0.0, f64::max)
+}
+
+/// Seconds of a section in which the communication lane works and the compute lane
+/// does not.
+fn exposed(ops: &[OpTime]) -> f64 {
+    let on = |lane: Lane| ops.iter().filter(move |op| op.lane == lane);
+    let mut compute = on(Lane::Compute).peekable();
+    let mut seconds = 0.0;
+    for op in on(Lane::Communication) {
+        let (mut at, end) = (op.start, op.start + op.seconds);
+        // Both lanes are in order of time: what ended before `at` is of no use later.
+        while compute.next_if(|c| c.start + c.seconds <= at).is_some() {}
+        let mut busy = compute.clone();
+        while at < end {
+            match busy.next() {
+                Some(c) if c.start < end => {
+                    seconds += (c.start - at).max(0.0);
+                    at = at.max(c.start + c.seconds);
+                }
+                _ => {
+                    seconds += end - at;
+                    at = end;
+                }
+            }
+        }
+    }
+    seconds
 }
 
 /// Type of the first operand that an op has: what its arithmetic reads.

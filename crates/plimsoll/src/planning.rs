@@ -7,7 +7,9 @@ use plimsoll_arch::Architecture;
 use plimsoll_cpu::CpuTarget;
 use plimsoll_cuda::{CudaTarget, device_info};
 use plimsoll_infer::InferPlan;
-use plimsoll_plan::{DeviceKind, DeviceProfile, Layout, PlanReport, live_bytes, plan_report};
+use plimsoll_plan::{
+    DeviceKind, DeviceProfile, Layout, Peers, PlanReport, gpu, live_bytes, plan_report,
+};
 use plimsoll_program::{Class, Method, Program, Recipe, Recompute, RecomputePlan, Target};
 use plimsoll_report::{Timeline, TimelineOp};
 use plimsoll_train::TrainPlan;
@@ -15,6 +17,9 @@ use plimsoll_train::TrainPlan;
 use crate::devices::DeviceArg;
 use crate::exit::Stop;
 use crate::{profiles, units};
+
+/// Bytes a second between two machines where the user names none: one port of 400 Gbit/s.
+const DEFAULT_LINK: f64 = 50e9;
 
 /// The device that a plan is for.
 pub struct Planner {
@@ -74,11 +79,29 @@ impl Planner {
         }
     }
 
-    /// Of several ranks on one CPU, each has a share of its memory.
-    pub fn for_local_ranks(mut self, ranks: usize) -> Planner {
-        if self.device.kind == DeviceKind::Cpu {
-            self.memory = self.memory.map(|m| m / ranks.max(1) as u64);
+    /// Of several ranks, `nodes` times as many as share a machine, which sends
+    /// `link` bytes a second to the next: what NCCL takes, and what collectives cost.
+    /// Ranks on one CPU have a share of its memory each.
+    pub fn for_ranks(mut self, ranks: usize, nodes: usize, link: Option<f64>) -> Planner {
+        let nodes = nodes.max(1);
+        if ranks <= 1 {
+            return self;
         }
+        let peers = match self.device.kind {
+            DeviceKind::Cpu => {
+                let local = ranks.div_ceil(nodes);
+                self.memory = self.memory.map(|m| m / local as u64);
+                Peers::threads(local, self.device.copy_bytes_per_second)
+            }
+            DeviceKind::Cuda => {
+                let d = &self.device;
+                let name = gpu(&d.name).map_or(d.name.as_str(), |g| g.name);
+                let host = d.to_device_bytes_per_second.min(d.to_host_bytes_per_second);
+                Peers::gpus(name, host, ranks, nodes, link.unwrap_or(DEFAULT_LINK))
+            }
+        };
+        self.device.overhead_bytes += peers.nccl_bytes;
+        self.device.peers = Some(Peers { ranks, nodes, ..peers });
         self
     }
 

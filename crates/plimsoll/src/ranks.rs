@@ -51,6 +51,11 @@ impl Team {
         self.members.len()
     }
 
+    /// Machines, or processes, that as many ranks share each.
+    pub fn nodes(&self) -> usize {
+        self.ranks.div_ceil(self.members.len().max(1))
+    }
+
     /// Runs `work` for every rank of this process, each in a thread of its own and with
     /// its own of `inputs`; the results, by rank. Where one fails all end, with its cause.
     ///

@@ -155,7 +155,7 @@ impl PlannedPoint {
         let recipe =
             args.recipe.recipe(&model.arch, model.stored_quant(), kind.default_precision())?;
         let planner =
-            Planner::device(kind, args.memory_limit)?.for_local_ranks(recipe.sharding.ranks);
+            Planner::device(kind, args.memory_limit)?.for_ranks(recipe.sharding.ranks, 1, None);
         let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
         let (batch, seq) = (recipe.batch, recipe.seq);
         let rows = if args.full_rows {

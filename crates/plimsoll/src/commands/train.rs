@@ -98,7 +98,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let mut recipe = args.recipe.recipe(&model.arch, stored, kind.default_precision())?;
     let team = Team::new(recipe.sharding.ranks);
     recipe.sharding.ranks = team.ranks();
-    let planner = Planner::device(kind, args.memory_limit)?.for_local_ranks(team.local());
+    let planner = Planner::device(kind, args.memory_limit)?.for_ranks(team.ranks(), team.nodes(), None);
     if args.recipe.recompute_is_auto() {
         recipe = planner.with_least_recompute(&model.arch, &recipe)?;
         note!("recompute: {}", recipe.recompute);
