@@ -559,6 +559,7 @@ impl Memory<'_> {
             OpKind::AllGather { .. }
             | OpKind::ReduceScatter { .. }
             | OpKind::AllReduce { .. }
+            | OpKind::Hold { .. }
             | OpKind::Convert { .. }
             | OpKind::GradSquares { .. }
             | OpKind::ClipFactor { .. }
@@ -743,6 +744,7 @@ impl Memory<'_> {
             OpKind::AllGather { to: tensors, .. }
             | OpKind::ReduceScatter { from: tensors, .. }
             | OpKind::AllReduce { tensors } => tensors,
+            OpKind::Hold { .. } => return Ok(()),
             _ => {
                 self.run(op);
                 return Ok(());

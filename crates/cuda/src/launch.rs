@@ -350,6 +350,7 @@ impl Launcher<'_> {
             OpKind::AllGather { .. } | OpKind::ReduceScatter { .. } | OpKind::AllReduce { .. } => {
                 self.collective(&op.kind)
             }
+            OpKind::Hold { .. } => Ok(()),
             OpKind::AdamW { .. } | OpKind::Sgd { .. } => {
                 optimizer::updates(self, std::slice::from_ref(op)).map(|_| ())
             }

@@ -47,7 +47,8 @@ pub fn stream_family(program: &Program, kind: &OpKind) -> Option<(&'static str, 
         OpKind::ClipFactor { .. }
         | OpKind::AllGather { .. }
         | OpKind::ReduceScatter { .. }
-        | OpKind::AllReduce { .. } => (kind.name(), DType::F32),
+        | OpKind::AllReduce { .. }
+        | OpKind::Hold { .. } => (kind.name(), DType::F32),
         OpKind::Convert { out, .. } => (kind.name(), dtype(out)),
         OpKind::AdamW { param, m, .. } => match dtype(m) {
             DType::Bf16 => ("adamw_bf16_state", dtype(param)),
@@ -126,6 +127,7 @@ impl DeviceProfile {
             OpKind::ToHost { from, .. } => {
                 1e-6 * self.launch_us + view_bytes(from) / self.to_host_bytes_per_second
             }
+            OpKind::Hold { .. } => 0.0,
             kind => {
                 let collective = self.peers.as_ref().and_then(|p| p.seconds(program, kind));
                 collective.unwrap_or_else(|| {

@@ -95,7 +95,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(stop) => {
-            note!("error: {stop}");
+            output::error(format_args!("error: {stop}\n"));
             ExitCode::from(stop.status())
         }
     }

@@ -1,11 +1,13 @@
-//! The ranks that train one model: threads of this process, one for each device.
+//! The ranks that train one model: threads of this process, one for each device; or
+//! processes, one for each rank, that torchrun, srun or mpirun has started.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use plimsoll_comm::{AbortHandle, Communicator, threads};
+use plimsoll_comm::{AbortHandle, Communicator, Launch, Tcp, threads};
 
 use crate::exit::Stop;
+use crate::output;
 
 /// One rank, for the thread that runs it.
 pub struct Member {
@@ -21,15 +23,50 @@ pub struct Member {
 /// The ranks of this process.
 pub struct Team {
     ranks: usize,
+    /// Machines.
+    nodes: usize,
     members: Vec<Member>,
 }
+
+/// How long ranks wait for each other at the start.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// After one rank has failed, how long the others may take to notice.
 const GRACE: Duration = Duration::from_secs(20);
 
 impl Team {
-    /// As many ranks as the user wants devices.
-    pub fn new(ranks: usize) -> Team {
+    /// The ranks that a launcher has started, which meet here; else as many threads as
+    /// the user wants devices.
+    ///
+    /// # Errors
+    /// The launcher's variables make no sense or contradict `gpus`, or a rank does not
+    /// come.
+    pub fn open(gpus: usize) -> Result<Team, Stop> {
+        let Some(launch) = Launch::discover().map_err(Stop::input)? else {
+            return Ok(Team::threads(gpus));
+        };
+        if gpus > 1 && gpus != launch.ranks && gpus != launch.local_ranks {
+            return Err(Stop::Input(format!(
+                "--gpus {gpus}, but {} has started {} ranks, {} on this machine: every rank has \
+                 one device; drop --gpus",
+                launch.launcher.name(),
+                launch.ranks,
+                launch.local_ranks
+            )));
+        }
+        let Launch { rank, ranks, local_rank, local_ranks, address, .. } = launch;
+        output::set_rank(rank);
+        note!("{ranks} ranks meet at {address}");
+        let group = Tcp::connect(rank, ranks, &address, PATIENCE)
+            .map_err(|e| Stop::Failed(e.to_string()))?;
+        let threads = (crate::threads() / local_ranks.max(1)).max(1);
+        let group: Option<Box<dyn Communicator>> = Some(Box::new(group));
+        let members = vec![Member { rank, ordinal: local_rank, threads, group }];
+        Ok(Team { ranks, nodes: ranks.div_ceil(local_ranks.max(1)), members })
+    }
+
+    /// As many threads as there are ranks.
+    pub fn threads(ranks: usize) -> Team {
         let alone = ranks <= 1;
         let share = (crate::threads() / ranks.max(1)).max(1);
         let members = threads(ranks.max(1)).into_iter().enumerate().map(|(rank, group)| Member {
@@ -38,7 +75,7 @@ impl Team {
             threads: share,
             group: (!alone).then(|| Box::new(group) as Box<dyn Communicator>),
         });
-        Team { ranks: ranks.max(1), members: members.collect() }
+        Team { ranks: ranks.max(1), nodes: 1, members: members.collect() }
     }
 
     /// All ranks, those of other processes included.
@@ -46,14 +83,39 @@ impl Team {
         self.ranks
     }
 
-    /// Ranks that share the memory of this machine with each other, in this process.
+    /// Ranks in this process.
     pub fn local(&self) -> usize {
         self.members.len()
     }
 
-    /// Machines, or processes, that as many ranks share each.
     pub fn nodes(&self) -> usize {
-        self.ranks.div_ceil(self.members.len().max(1))
+        self.nodes
+    }
+
+    /// Whether rank 0 is in this process: it speaks for all.
+    pub fn leads(&self) -> bool {
+        self.members.iter().any(|m| m.rank == 0)
+    }
+
+    /// Runs `work` in the process of rank 0 and tells all others its result.
+    ///
+    /// # Errors
+    /// That of `work`, everywhere; or a rank is gone.
+    pub fn lead(&mut self, work: impl FnOnce() -> Result<String, Stop>) -> Result<String, Stop> {
+        let leads = self.leads();
+        let several = self.members.len() < self.ranks;
+        let group = self.members.first_mut().and_then(|m| m.group.as_mut()).filter(|_| several);
+        let Some(group) = group else { return work() };
+        let failed = |e: plimsoll_comm::CommError| Stop::Failed(e.to_string());
+        let mut text = Vec::new();
+        if leads {
+            text = work().inspect_err(|stop| group.abort(&stop.to_string()))?.into_bytes();
+        }
+        let mut length = (text.len() as u64).to_le_bytes();
+        group.broadcast(&mut length, 0).map_err(failed)?;
+        text.resize(u64::from_le_bytes(length) as usize, 0);
+        group.broadcast(&mut text, 0).map_err(failed)?;
+        String::from_utf8(text).map_err(|e| Stop::Failed(format!("rank 0 sent no text: {e}")))
     }
 
     /// Runs `work` for every rank of this process, each in a thread of its own and with
@@ -129,7 +191,7 @@ fn collect<T>(
             (Some(_), Some(_)) => {}
             (None, Some((stop, _))) => {
                 // A rank hangs in a device that waits for one that is gone.
-                note!("error: {stop}");
+                output::error(format_args!("error: {stop}\n"));
                 std::process::exit(stop.status().into());
             }
             (None, None) => return Err(Stop::Failed("a rank ended without a word".into())),

@@ -76,6 +76,7 @@ impl Program {
             | OpKind::AllGather { .. }
             | OpKind::ReduceScatter { .. }
             | OpKind::AllReduce { .. }
+            | OpKind::Hold { .. }
             | OpKind::ClipFactor { .. }
             | OpKind::ToDevice { .. }
             | OpKind::ToHost { .. } => plain(0.0),
@@ -133,6 +134,7 @@ impl Program {
                 });
                 total
             }
+            OpKind::Hold { .. } => 0.0,
             OpKind::Convert { x, out, accumulate } => {
                 let parts = [x, out].iter().any(|t| self.is_part(**t));
                 let bytes = |t: TensorId| if parts { part(t) } else { bytes(t) };

@@ -43,9 +43,10 @@ impl OpKind {
         match self {
             OpKind::ToDevice { .. } => Lane::HostToDevice,
             OpKind::ToHost { .. } => Lane::DeviceToHost,
-            OpKind::AllGather { .. } | OpKind::ReduceScatter { .. } | OpKind::AllReduce { .. } => {
-                Lane::Communication
-            }
+            OpKind::AllGather { .. }
+            | OpKind::ReduceScatter { .. }
+            | OpKind::AllReduce { .. }
+            | OpKind::Hold { .. } => Lane::Communication,
             _ => Lane::Compute,
         }
     }

@@ -220,6 +220,9 @@ pub enum OpKind {
     ReduceScatter { from: Vec<TensorId>, to: Vec<TensorId> },
     /// Each tensor becomes its sum over all ranks.
     AllReduce { tensors: Vec<TensorId> },
+    /// Nothing happens, but these tensors keep their memory up to here: what another
+    /// lane may still be reading.
+    Hold { tensors: Vec<TensorId> },
     /// out = x in the type of out [+ out]. Where one of them is a rank's part, so is
     /// what is touched of the other.
     Convert { x: TensorId, out: TensorId, accumulate: bool },
@@ -452,6 +455,7 @@ impl OpKind {
                 }
             }
             OpKind::AllReduce { tensors } => tensors.iter().for_each(|t| f(*t, Update)),
+            OpKind::Hold { tensors } => tensors.iter().for_each(|t| f(*t, Read)),
             OpKind::Convert { x, out, accumulate } => {
                 f(*x, Read);
                 f(*out, sum(*accumulate));
@@ -541,6 +545,7 @@ impl OpKind {
             OpKind::AllGather { .. } => "all_gather",
             OpKind::ReduceScatter { .. } => "reduce_scatter",
             OpKind::AllReduce { .. } => "all_reduce",
+            OpKind::Hold { .. } => "hold",
             OpKind::Convert { .. } => "convert",
             OpKind::GradSquares { .. } => "grad_squares",
             OpKind::ClipFactor { .. } => "clip_factor",

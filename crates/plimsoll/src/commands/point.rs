@@ -217,7 +217,7 @@ impl PlannedPoint {
         let ranks = self.plan.recipe.sharding.ranks;
         let (plan, model, kind) = (&self.plan, &self.model, self.kind);
         let inputs = vec![self.rows.clone(); ranks];
-        let all = Team::new(ranks).run(inputs, |member, rows| {
+        let all = Team::threads(ranks).run(inputs, |member, rows| {
             let mut device = kind.reserve_in(plan.slabs(), member)?;
             fill(plan, model, &mut *device, args.seed)?;
             let mut session = Session { plan, device: &mut *device };

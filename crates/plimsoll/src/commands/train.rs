@@ -93,11 +93,12 @@ pub fn run(args: &TrainArgs) -> Outcome {
     check(args)?;
     let model = open_model(&args.model)?;
     let stop = interrupt::flag();
+    let mut team = Team::open(args.recipe.gpus)?;
     let kind = DeviceArg::resolve(args.device);
     let stored = model.stored_quant();
     let mut recipe = args.recipe.recipe(&model.arch, stored, kind.default_precision())?;
-    let team = Team::new(recipe.sharding.ranks);
     recipe.sharding.ranks = team.ranks();
+    recipe.check(&model.arch).map_err(Stop::input)?;
     let planner = Planner::device(kind, args.memory_limit)?.for_ranks(team.ranks(), team.nodes(), None);
     if args.recipe.recompute_is_auto() {
         recipe = planner.with_least_recompute(&model.arch, &recipe)?;
@@ -112,12 +113,18 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
     let micro_batches = (recipe.accumulate * team.ranks()) as u64;
     let options = options(args, &rows, micro_batches, &model)?;
-    let (old, _lock) = prepare_folder(args)?;
+    let mut lock = None;
+    let old = team.lead(|| {
+        let (old, held) = prepare_folder(args)?;
+        lock = Some(held);
+        Ok(old.map_or(String::new(), |path| path.display().to_string()))
+    })?;
+    let old = (!old.is_empty()).then(|| PathBuf::from(old));
     output::note(format_args!("{}", table(&planned.report)));
 
     let growth = Growth::start()?;
     let fingerprint = fingerprint(args, &model, &recipe, &rows, &options);
-    let local = team.local();
+    let (local, leads) = (team.local(), team.leads());
     let inputs = vec![(rows.train, rows.validation); local];
     let results = team.run(inputs, |member, (train, validation)| {
         let rank = member.rank;
@@ -146,6 +153,10 @@ pub fn run(args: &TrainArgs) -> Outcome {
         // The kernel counts all ranks of a process together.
         None => growth.most()? / local as u64,
     };
+    drop(lock);
+    if !leads {
+        return Ok(());
+    }
     match format {
         Format::Json => {
             let mut value =

@@ -16,7 +16,7 @@ use plimsoll_arch::Architecture;
 use crate::{OpKind, Phase, Program, Recipe, RecipeError, Target, TensorId};
 use block::{backward_block, forward_block, infer_block};
 use builder::{Builder, Model};
-use shard::{Unit, Units};
+use shard::{Reduction, Unit, Units};
 
 /// Names of the sections of a training step.
 pub const FIRST_MICRO_BATCH: &str = "first micro-batch";
@@ -75,7 +75,7 @@ fn micro_batch(b: &mut Builder, model: &Model, units: &Units, accumulate: bool) 
     b.release(&units.head);
     b.phase = Phase::Backward;
     let embed = b.trains(model.embed_tokens);
-    let mut done = &units.head;
+    let mut under_way = reduce(b, &units.head);
     for (layer, saved) in model.layers.iter().zip(kept).rev() {
         if layer.index > 0 {
             b.gather(&units.layers[layer.index - 1]);
@@ -84,13 +84,15 @@ fn micro_batch(b: &mut Builder, model: &Model, units: &Units, accumulate: bool) 
         backward_block(b, layer, saved, d_x, embed || layer.index > 0);
         let unit = &units.layers[layer.index];
         b.release(unit);
-        reduce(b, std::mem::replace(&mut done, unit));
+        finish(b, under_way);
+        under_way = reduce(b, unit);
     }
     if embed {
         head::embed_backward(b, model, d_x);
     }
-    reduce(b, done);
-    reduce(b, &units.embed);
+    finish(b, under_way);
+    let last = reduce(b, &units.embed);
+    finish(b, last);
 }
 
 /// x (B, T, C), while the first block is gathered.
@@ -103,9 +105,13 @@ fn embed(b: &mut Builder, model: &Model, units: &Units) -> TensorId {
 }
 
 /// Sums the gradients of a unit over the ranks, where that is done in backward.
-fn reduce(b: &mut Builder, unit: &Unit) {
-    if b.reduces_in_backward() {
-        b.reduce(unit);
+fn reduce(b: &mut Builder, unit: &Unit) -> Option<Reduction> {
+    b.reduces_in_backward().then(|| b.reduce(unit))
+}
+
+fn finish(b: &mut Builder, reduction: Option<Reduction>) {
+    if let Some(reduction) = reduction {
+        b.finish_reduction(reduction);
     }
 }
 

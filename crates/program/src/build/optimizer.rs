@@ -8,7 +8,10 @@ use crate::{AdamW, AdamW8bit, Decay, OpKind, Optimizer, Phase};
 pub(super) fn update_all(b: &mut Builder, model: &Model, units: &Units) {
     b.phase = Phase::Optimizer;
     if !b.reduces_in_backward() {
-        units.all().rev().for_each(|unit| b.reduce(unit));
+        for unit in units.all().rev() {
+            let reduction = b.reduce(unit);
+            b.finish_reduction(reduction);
+        }
     }
     b.reduce_rest(model);
     if b.recipe.max_grad_norm.is_some() {

@@ -3,8 +3,9 @@
 //! A unit is what travels together: the embedding, a block, or the head. With
 //! ZeRO-3 a unit's weights are gathered while the one before it computes, and are
 //! gone after it; gradients of a unit are reduced while the next one's backward
-//! runs. To that end a gather is written one unit early and a reduction one unit
-//! late: in between, both tensors have their memory, and the lanes are free to overlap.
+//! runs. To that end a gather is written one unit early, and what a reduction reads is
+//! held for one unit more: in between, both units have memory of their own, and the
+//! lanes are free to overlap.
 
 use plimsoll_arch::DType;
 
@@ -48,6 +49,17 @@ impl Units {
     pub fn all(&self) -> impl DoubleEndedIterator<Item = &Unit> {
         [&self.embed].into_iter().chain(&self.layers).chain([&self.head])
     }
+}
+
+/// Gradients of a unit on their way.
+#[must_use]
+pub(super) struct Reduction {
+    /// What other ranks may still be reading.
+    held: Vec<TensorId>,
+    /// Sums, and the gradients that they become.
+    sums: Vec<(TensorId, TensorId)>,
+    /// They are added to those of earlier micro-batches.
+    add: bool,
 }
 
 impl Unit {
@@ -157,15 +169,16 @@ impl Builder<'_> {
         self.trains(param) && (s.part(&shape).is_some() || (s.zero == 0 && shape.len() > 1))
     }
 
-    /// Sums the gradients of a unit over the ranks.
-    pub fn reduce(&mut self, unit: &Unit) {
+    /// Sums the gradients of a unit over the ranks; they are there when that is finished.
+    pub fn reduce(&mut self, unit: &Unit) -> Reduction {
         let s = self.recipe.sharding;
         let trained = unit.params.iter().filter(|p| self.reduced_with_unit(**p));
         let pairs: Vec<(TensorId, TensorId)> = trained
             .filter_map(|p| self.training(*p).map(|t| (t.gradient, t.reduced)))
             .collect();
+        let mut reduction = Reduction { held: Vec::new(), sums: Vec::new(), add: false };
         if s.ranks == 1 || pairs.is_empty() {
-            return;
+            return reduction;
         }
         let wide = s.reduce != self.recipe.precision;
         let from: Vec<TensorId> =
@@ -173,11 +186,9 @@ impl Builder<'_> {
         if s.zero == 0 {
             self.op(OpKind::AllReduce { tensors: from.clone() });
             if wide {
-                for (x, (out, _)) in from.iter().zip(&pairs) {
-                    self.op(OpKind::Convert { x: *x, out: *out, accumulate: false });
-                }
+                reduction.sums = from.into_iter().zip(pairs.into_iter().map(|(g, _)| g)).collect();
             }
-            return;
+            return reduction;
         }
         let add = s.zero > 1 && self.accumulate;
         let to: Vec<TensorId> = if wide || add {
@@ -186,11 +197,24 @@ impl Builder<'_> {
             // With ZeRO-1 that is the gradient itself, in place.
             pairs.iter().map(|(_, reduced)| *reduced).collect()
         };
-        self.op(OpKind::ReduceScatter { from, to: to.clone() });
+        self.op(OpKind::ReduceScatter { from: from.clone(), to: to.clone() });
+        if from != to {
+            reduction.held = from;
+        }
         if wide || add {
-            for (x, (_, out)) in to.iter().zip(&pairs) {
-                self.op(OpKind::Convert { x: *x, out: *out, accumulate: add });
-            }
+            reduction.sums = to.into_iter().zip(pairs.into_iter().map(|(_, r)| r)).collect();
+            reduction.add = add;
+        }
+        reduction
+    }
+
+    /// Puts what was summed in its place, and lets go of what it was summed from.
+    pub fn finish_reduction(&mut self, reduction: Reduction) {
+        if !reduction.held.is_empty() {
+            self.op(OpKind::Hold { tensors: reduction.held });
+        }
+        for (x, out) in reduction.sums {
+            self.op(OpKind::Convert { x, out, accumulate: reduction.add });
         }
     }
 
