@@ -199,7 +199,7 @@ impl<'a> Memory<'a> {
             OpKind::AdamW { param, .. }
             | OpKind::AdamW8bit { param, .. }
             | OpKind::Sgd { param, .. } => {
-                with_elem!(self.dtype(*param), E, self.update::<E>(&op.kind));
+                with_elem!(self.dtype(param.tensor), E, self.update::<E>(&op.kind));
             }
             // Logits are float32 whatever the weights are.
             OpKind::Linear { w, y, .. } => {
@@ -565,12 +565,12 @@ impl Memory<'_> {
                     bias_correction2: scalars.bias_correction2,
                     grad_scale: self.clip(*norm),
                 };
-                let rounding = rounding(&scalars, *stream);
-                let (p, g) = (self.all::<P>(*param), self.all::<P>(*grad));
+                let rounding = rounding(&scalars, *stream, param);
+                let (p, g) = (self.view::<P>(param), self.view::<P>(grad));
                 with_elem!(
-                    self.dtype(*m),
+                    self.dtype(m.tensor),
                     S,
-                    kernels::adamw(p, g, self.all::<S>(*m), self.all::<S>(*v), &hyper, rounding)
+                    kernels::adamw(p, g, self.view::<S>(m), self.view::<S>(v), &hyper, rounding)
                 );
             }
             OpKind::AdamW8bit {
@@ -600,23 +600,23 @@ impl Memory<'_> {
                     grad_scale: self.clip(*norm),
                 };
                 let state = State8bit {
-                    m: self.all(*m),
-                    v: self.all(*v),
-                    m_absmax: self.all(*m_absmax),
-                    v_absmax: self.all(*v_absmax),
+                    m: self.view(m),
+                    v: self.view(v),
+                    m_absmax: self.view(m_absmax),
+                    v_absmax: self.view(v_absmax),
                 };
-                let (p, g) = (self.all::<P>(*param), self.all::<P>(*grad));
-                kernels::adamw8bit(p, g, state, &hyper, rounding(&scalars, *stream));
+                let (p, g) = (self.view::<P>(param), self.view::<P>(grad));
+                kernels::adamw8bit(p, g, state, &hyper, rounding(&scalars, *stream, param));
             }
             OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
                 let scalars = self.scalars(*step);
                 let rates = (scalars.learning_rate, *weight_decay, self.clip(*norm));
-                let rounding = rounding(&scalars, *stream);
-                let (p, g) = (self.all::<P>(*param), self.all::<P>(*grad));
-                let dtype = velocity.map_or(DType::F32, |v| self.dtype(v));
+                let rounding = rounding(&scalars, *stream, param);
+                let (p, g) = (self.view::<P>(param), self.view::<P>(grad));
+                let dtype = velocity.map_or(DType::F32, |v| self.dtype(v.tensor));
                 with_elem!(dtype, S, {
                     // A velocity starts at zero, so the first step needs no case of its own.
-                    let velocity = velocity.map(|v| (self.all::<S>(v), *momentum, false));
+                    let velocity = velocity.map(|v| (self.view::<S>(&v), *momentum, false));
                     kernels::sgd(p, g, velocity, rates, rounding);
                 });
             }
@@ -625,9 +625,10 @@ impl Memory<'_> {
     }
 }
 
-/// Random bits of one parameter in one step.
-fn rounding(scalars: &StepScalars, stream: u32) -> kernels::Rounding {
-    kernels::Rounding::new(scalars.seed ^ u64::from(stream).wrapping_mul(0xd1b5_4a32_d192_ed03))
+/// Random bits of a piece of one parameter in one step.
+fn rounding(scalars: &StepScalars, stream: u32, param: &View) -> kernels::Rounding {
+    let seed = scalars.seed ^ u64::from(stream).wrapping_mul(0xd1b5_4a32_d192_ed03);
+    kernels::Rounding::new(seed).starting_at(param.first())
 }
 
 fn heads(shape: &AttentionShape) -> kernels::AttentionShape {

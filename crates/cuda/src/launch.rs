@@ -3,7 +3,7 @@
 use cudarc::driver::sys;
 use plimsoll_arch::DType;
 use plimsoll_plan::Layout;
-use plimsoll_program::{Access, Home, Lane, Op, OpKind, Program, TensorId, View};
+use plimsoll_program::{Access, Class, Home, Lane, Op, OpKind, Program, TensorId, View};
 
 use crate::driver::{Context, cuda};
 use crate::error::CudaError;
@@ -464,7 +464,8 @@ impl Launcher<'_> {
         let mut filled = Ok(());
         op.kind.for_each_operand(|t, access| {
             let tensor = self.program.tensor(t);
-            if filled.is_ok() && access == Access::Read && !tensor.resident {
+            let written = !tensor.resident || tensor.class == Class::Staging;
+            if filled.is_ok() && access == Access::Read && written {
                 let args = [self.ptr(t), Arg::Long(tensor.elements() as i64)];
                 let name = format!("fill_random_{}", suffix(tensor.dtype));
                 filled = self.launch("fill", &name, Grid::line(1024, 256), &args);

@@ -2,7 +2,7 @@
 //! addresses travel as a kernel parameter, so that nothing has to be uploaded.
 
 use plimsoll_arch::DType;
-use plimsoll_program::{Op, OpKind, TensorId};
+use plimsoll_program::{Op, OpKind, TensorId, View};
 
 use crate::error::CudaError;
 use crate::kernels::{Arg, Grid, argument, suffix};
@@ -32,6 +32,7 @@ struct UpdateTable {
     m: [u64; TENSORS],
     v: [u64; TENSORS],
     elements: [i64; TENSORS],
+    first: [i64; TENSORS],
     first_block: [i32; TENSORS + 1],
     stream: [u32; TENSORS],
     weight_decay: [f32; TENSORS],
@@ -110,17 +111,17 @@ struct Shared {
 
 /// One parameter of a launch.
 struct Update {
-    param: TensorId,
-    grad: TensorId,
-    m: Option<TensorId>,
-    v: Option<TensorId>,
+    param: View,
+    grad: View,
+    m: Option<View>,
+    v: Option<View>,
     weight_decay: f32,
     stream: u32,
 }
 
 fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
-    let name = |family: &str, param: TensorId, state: DType| {
-        format!("{family}_{}_{}", suffix(l.dtype(param)), suffix(state))
+    let name = |family: &str, param: View, state: DType| {
+        format!("{family}_{}_{}", suffix(l.dtype(param.tensor)), suffix(state))
     };
     match *op {
         OpKind::AdamW {
@@ -136,12 +137,12 @@ fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
             weight_decay,
             stream,
         } => {
-            let kernel = name("adamw", param, l.dtype(m));
+            let kernel = name("adamw", param, l.dtype(m.tensor));
             let update = Update { param, grad, m: Some(m), v: Some(v), weight_decay, stream };
             Some((Shared { kernel, betas: [beta1, beta2, eps], step, norm }, update))
         }
         OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
-            let kernel = name("sgd", param, velocity.map_or(DType::F32, |v| l.dtype(v)));
+            let kernel = name("sgd", param, velocity.map_or(DType::F32, |v| l.dtype(v.tensor)));
             let update = Update { param, grad, m: velocity, v: None, weight_decay, stream };
             Some((Shared { kernel, betas: [momentum, 0.0, 0.0], step, norm }, update))
         }
@@ -161,6 +162,7 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         m: [0; TENSORS],
         v: [0; TENSORS],
         elements: [0; TENSORS],
+        first: [0; TENSORS],
         first_block: [0; TENSORS + 1],
         stream: [0; TENSORS],
         weight_decay: [0.0; TENSORS],
@@ -177,12 +179,13 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         if other != shared {
             break;
         }
-        let elements = l.program.tensor(update.param).elements();
-        table.param[taken] = l.at(update.param);
-        table.grad[taken] = l.at(update.grad);
-        table.m[taken] = update.m.map_or(0, |m| l.at(m));
-        table.v[taken] = update.v.map_or(0, |v| l.at(v));
+        let elements = update.param.elements();
+        table.param[taken] = l.view(&update.param);
+        table.grad[taken] = l.view(&update.grad);
+        table.m[taken] = update.m.map_or(0, |m| l.view(&m));
+        table.v[taken] = update.v.map_or(0, |v| l.view(&v));
         table.elements[taken] = elements as i64;
+        table.first[taken] = update.param.first() as i64;
         table.stream[taken] = update.stream;
         table.weight_decay[taken] = update.weight_decay;
         blocks += elements.div_ceil(CHUNK);

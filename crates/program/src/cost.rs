@@ -57,9 +57,9 @@ impl Program {
             OpKind::EmbedBackward { d_x, .. } => plain(elements(*d_x)),
             OpKind::SumLosses { losses, .. } => plain(elements(*losses)),
             OpKind::GradNorm { grads, .. } => plain(grads.iter().map(|g| 2.0 * elements(*g)).sum()),
-            OpKind::AdamW { param, .. } => plain(14.0 * elements(*param)),
-            OpKind::AdamW8bit { param, .. } => plain(50.0 * elements(*param)),
-            OpKind::Sgd { param, .. } => plain(4.0 * elements(*param)),
+            OpKind::AdamW { param, .. } => plain(14.0 * param.elements() as f64),
+            OpKind::AdamW8bit { param, .. } => plain(50.0 * param.elements() as f64),
+            OpKind::Sgd { param, .. } => plain(4.0 * param.elements() as f64),
             OpKind::Embed { .. }
             | OpKind::GatherRows { .. }
             | OpKind::ToDevice { .. }
@@ -103,6 +103,13 @@ impl Program {
             }
             OpKind::GatherRows { rows, out, .. } => bytes(*rows) + 2.0 * bytes(*out),
             OpKind::CrossEntropy { logits, backward, .. } => sum(*backward) * bytes(*logits),
+            OpKind::AdamW { step, .. } | OpKind::AdamW8bit { step, .. } | OpKind::Sgd { step, .. } => {
+                let update = kind.update_operands();
+                let moved = update.map_or(0.0, |(param, grad, state)| {
+                    2.0 * view(&param) + view(&grad) + 2.0 * state.iter().flatten().map(view).sum::<f64>()
+                });
+                moved + bytes(*step)
+            }
             // Once over the link.
             OpKind::ToDevice { from, .. } | OpKind::ToHost { from, .. } => view(from),
             _ => {

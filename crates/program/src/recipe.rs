@@ -189,6 +189,53 @@ pub enum Optimizer {
     Sgd(Sgd),
 }
 
+/// What lives in page-locked host memory and visits the device when it is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub enum Offload {
+    #[default]
+    #[serde(rename = "none")]
+    None,
+    /// Optimizer state.
+    #[serde(rename = "optimizer")]
+    Optimizer,
+    /// And the weights of the blocks.
+    #[serde(rename = "optimizer+weights")]
+    OptimizerWeights,
+    /// Optimizer state, and the inputs of blocks from forward to backward.
+    #[serde(rename = "optimizer+activations")]
+    OptimizerActivations,
+}
+
+impl Offload {
+    pub const ALL: [Offload; 4] = [
+        Offload::None,
+        Offload::Optimizer,
+        Offload::OptimizerWeights,
+        Offload::OptimizerActivations,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Offload::None => "none",
+            Offload::Optimizer => "optimizer",
+            Offload::OptimizerWeights => "optimizer+weights",
+            Offload::OptimizerActivations => "optimizer+activations",
+        }
+    }
+
+    pub fn state(self) -> bool {
+        self != Offload::None
+    }
+
+    pub fn weights(self) -> bool {
+        self == Offload::OptimizerWeights
+    }
+
+    pub fn activations(self) -> bool {
+        self == Offload::OptimizerActivations
+    }
+}
+
 /// Everything that the user chooses.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Recipe {
@@ -211,6 +258,7 @@ pub struct Recipe {
     pub optimizer_in_backward: bool,
     /// Rows of logits that exist at a time; none lets the builder choose.
     pub loss_rows: Option<usize>,
+    pub offload: Offload,
     /// Adapters: trained, or applied in inference.
     pub lora: Option<Lora>,
     /// Frozen matrices in four bits.
@@ -232,6 +280,7 @@ impl Recipe {
             recompute: RecomputePlan::uniform(Recompute::None),
             optimizer_in_backward: false,
             loss_rows: None,
+            offload: Offload::None,
             lora: None,
             quant: None,
         }
@@ -287,6 +336,13 @@ impl Recipe {
                 return Err(RecipeError::QuantizedHead);
             }
         }
+        if self.offload != Offload::None && self.method != Method::Full {
+            let method = match self.method {
+                Method::Infer => "inference has no optimizer",
+                _ => "the optimizer state of adapters is small",
+            };
+            return Err(RecipeError::Offload { offload: self.offload.name(), why: method });
+        }
         if self.optimizer_in_backward && self.accumulate > 1 {
             return Err(RecipeError::FusedOptimizer { with: "gradient accumulation" });
         }
@@ -338,6 +394,8 @@ pub enum RecipeError {
         "the optimizer cannot run inside backward together with {with}: every gradient is needed at the end; drop one of the two"
     )]
     FusedOptimizer { with: &'static str },
+    #[error("--offload {offload} is for full fine-tunes: {why}; use --offload none")]
+    Offload { offload: &'static str, why: &'static str },
     #[error(
         "recompute `{text}` is not understood: use none, norms, mlp or block, or ranges of layers such as block:0-15,norms"
     )]

@@ -28,10 +28,12 @@ pub enum Class {
     Workspace,
     Input,
     KvCache,
+    /// What visits the device from host memory.
+    Staging,
 }
 
 impl Class {
-    pub const ALL: [Class; 7] = [
+    pub const ALL: [Class; 8] = [
         Class::Weight,
         Class::Gradient,
         Class::OptimizerState,
@@ -39,6 +41,7 @@ impl Class {
         Class::Workspace,
         Class::Input,
         Class::KvCache,
+        Class::Staging,
     ];
 
     /// The name in JSON and in tables.
@@ -51,6 +54,7 @@ impl Class {
             Class::Workspace => "workspace",
             Class::Input => "input",
             Class::KvCache => "kv_cache",
+            Class::Staging => "staging",
         }
     }
 }

@@ -8,6 +8,7 @@ mod block;
 mod builder;
 mod head;
 mod linear;
+mod offload;
 mod optimizer;
 
 use plimsoll_arch::Architecture;
@@ -47,7 +48,7 @@ pub fn train(
     if !recipe.optimizer_in_backward {
         optimizer::update_all(&mut b, &model);
     }
-    Ok(b.finish())
+    Ok(offload::offload(b.finish(), arch, recipe))
 }
 
 /// Forward and backward of one micro-batch.
@@ -115,7 +116,7 @@ fn forward_only(
         (x, _) = forward_block(&mut b, layer, x);
     }
     head(&mut b, &model, x);
-    Ok(b.finish())
+    Ok(offload::offload(b.finish(), arch, recipe))
 }
 
 /// `tokens` new tokens of every sequence against a KV cache of `recipe.seq`
