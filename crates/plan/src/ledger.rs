@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use plimsoll_arch::Architecture;
-use plimsoll_program::{Class, Home, Method, Program, Recipe};
+use plimsoll_program::{Class, Home, Lane, Method, Program, Recipe};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::{DeviceProfile, Layout, schedule};
+use crate::{DeviceKind, DeviceProfile, Layout, Schedule, schedule};
 
 /// A tensor that is alive at the peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -46,6 +46,9 @@ pub struct PlanReport {
     pub tokens_per_second: f64,
     pub flops_per_step: f64,
     pub bottleneck: &'static str,
+    /// Seconds in which each lane is busy, where there is more than one.
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    pub lane_seconds: Map<String, Value>,
     /// The device that the seconds are for.
     pub device: String,
     /// Where its figures come from.
@@ -111,6 +114,17 @@ fn class_index(class: Class) -> usize {
     Class::ALL.iter().position(|c| *c == class).expect("ALL has every class")
 }
 
+/// The busy lanes by name; nothing where there is only one.
+fn lane_seconds(schedule: &Schedule) -> Map<String, Value> {
+    let busy: Map<String, Value> = Lane::ALL
+        .into_iter()
+        .map(|lane| (lane.name().replace(' ', "_"), schedule.lane_seconds[lane.index()]))
+        .filter(|(_, seconds)| *seconds > 0.0)
+        .map(|(name, seconds)| (name, seconds.into()))
+        .collect();
+    if busy.len() > 1 { busy } else { Map::new() }
+}
+
 /// Puts a plan into words and numbers; `document_tokens` as in [`schedule`].
 pub fn plan_report(
     arch: &Architecture,
@@ -139,7 +153,9 @@ pub fn plan_report(
     let parameters = arch.parameters() as u64;
     let gradients = program.tensors.iter().filter(|t| t.class == Class::Gradient);
     let trainable = gradients.map(|t| t.elements() as u64).sum();
-    let needed = layout.slab_bytes + device.overhead_bytes;
+    // On the CPU both slabs are in one memory.
+    let beside = if device.kind == DeviceKind::Cpu { layout.host_bytes } else { 0 };
+    let needed = layout.slab_bytes + device.overhead_bytes + beside;
     PlanReport {
         model: arch.name.clone(),
         parameters,
@@ -161,6 +177,7 @@ pub fn plan_report(
         tokens_per_second: tokens / schedule.step_seconds,
         flops_per_step: program.flops(),
         bottleneck: schedule.bottleneck,
+        lane_seconds: lane_seconds(&schedule),
         device: device.name.clone(),
         device_source: device.source.clone(),
         cost: None,
