@@ -7,7 +7,9 @@ use std::io;
 pub enum CommError {
     #[error("rank {rank} ended: {cause}")]
     Aborted { rank: usize, cause: String },
-    #[error("rank {rank} is gone ({cause}): the last checkpoint is kept; start again with --resume")]
+    #[error(
+        "rank {rank} is gone ({cause}): the last checkpoint is kept; start again with --resume"
+    )]
     Lost { rank: usize, cause: String },
     #[error(
         "rank {rank} was not reached at {address} within {seconds} s ({cause}): check that all ranks were started and that the address is that of rank 0"
@@ -19,7 +21,9 @@ pub enum CommError {
     Twice { rank: usize, ranks: usize },
     #[error("a rank has {theirs} ranks to talk to and this one {ours}: start all of them alike")]
     Size { ours: usize, theirs: usize },
-    #[error("ranks disagree on what comes next: this one has {ours} bytes, rank {rank} sent {theirs}")]
+    #[error(
+        "ranks disagree on what comes next: this one has {ours} bytes, rank {rank} sent {theirs}"
+    )]
     Length { rank: usize, ours: usize, theirs: usize },
     #[error(
         "NCCL ({file}) was not found, and several GPUs talk through it: install it (Debian: libnccl2; or `pip install nvidia-nccl-cu13` in the active Python environment), or name its folder in LD_LIBRARY_PATH"

@@ -201,8 +201,12 @@ mod tests {
     #[test]
     fn each_launcher_says_who_a_process_is() {
         let torchrun = [
-            ("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4"),
-            ("MASTER_ADDR", "node7"), ("MASTER_PORT", "1234"),
+            ("RANK", "5"),
+            ("WORLD_SIZE", "8"),
+            ("LOCAL_RANK", "1"),
+            ("LOCAL_WORLD_SIZE", "4"),
+            ("MASTER_ADDR", "node7"),
+            ("MASTER_PORT", "1234"),
         ];
         let expected = Launch {
             launcher: Launcher::Torchrun,
@@ -215,16 +219,22 @@ mod tests {
         assert_eq!(launch(&torchrun), Ok(Some(expected.clone())));
 
         let slurm = [
-            ("SLURM_STEP_NUM_TASKS", "8"), ("SLURM_PROCID", "5"), ("SLURM_LOCALID", "1"),
-            ("SLURM_JOB_ID", "10"), ("SLURM_STEP_ID", "2"), ("SLURM_STEP_NODELIST", "node[07-08]"),
+            ("SLURM_STEP_NUM_TASKS", "8"),
+            ("SLURM_PROCID", "5"),
+            ("SLURM_LOCALID", "1"),
+            ("SLURM_JOB_ID", "10"),
+            ("SLURM_STEP_ID", "2"),
+            ("SLURM_STEP_NODELIST", "node[07-08]"),
         ];
         let address = format!("node07:{}", PORT + 72);
         let found = Launch { launcher: Launcher::Slurm, address, ..expected.clone() };
         assert_eq!(launch(&slurm), Ok(Some(found)));
 
         let mpi = [
-            ("OMPI_COMM_WORLD_RANK", "5"), ("OMPI_COMM_WORLD_SIZE", "8"),
-            ("OMPI_COMM_WORLD_LOCAL_RANK", "5"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "8"),
+            ("OMPI_COMM_WORLD_RANK", "5"),
+            ("OMPI_COMM_WORLD_SIZE", "8"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "5"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "8"),
         ];
         let address = format!("127.0.0.1:{PORT}");
         let found =
@@ -247,7 +257,9 @@ mod tests {
         let error = launch(&[("RANK", "1"), ("WORLD_SIZE", "8")]);
         assert!(error.unwrap_err().to_string().contains("MASTER_ADDR"));
         let nodes = [
-            ("SLURM_STEP_NUM_TASKS", "8"), ("SLURM_PROCID", "5"), ("SLURM_LOCALID", "1"),
+            ("SLURM_STEP_NUM_TASKS", "8"),
+            ("SLURM_PROCID", "5"),
+            ("SLURM_LOCALID", "1"),
             ("SLURM_STEP_NODELIST", "node[7"),
         ];
         assert!(launch(&nodes).unwrap_err().to_string().contains("node[7"));

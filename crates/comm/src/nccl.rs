@@ -206,8 +206,7 @@ impl Nccl {
         self.library.check("ncclGroupStart", unsafe { (self.library.group_start)() })?;
         let called = calls(self);
         // SAFETY: ends what was started, also where a call failed.
-        let ended =
-            self.library.check("ncclGroupEnd", unsafe { (self.library.group_end)() });
+        let ended = self.library.check("ncclGroupEnd", unsafe { (self.library.group_end)() });
         called.and(ended)
     }
 

@@ -103,7 +103,10 @@ mod tests {
             ("n[1-2]", "n1 n2"),
             ("node[01-03,07]", "node01 node02 node03 node07"),
             ("node[01-03,07],login,x[9-11]", "node01 node02 node03 node07 login x9 x10 x11"),
-            ("rack[1-2]gpu[08-10]", "rack1gpu08 rack1gpu09 rack1gpu10 rack2gpu08 rack2gpu09 rack2gpu10"),
+            (
+                "rack[1-2]gpu[08-10]",
+                "rack1gpu08 rack1gpu09 rack1gpu10 rack2gpu08 rack2gpu09 rack2gpu10",
+            ),
             ("a[0098-0101].cluster", "a0098.cluster a0099.cluster a0100.cluster a0101.cluster"),
             ("gpu-a-[3]", "gpu-a-3"),
         ];
@@ -115,8 +118,21 @@ mod tests {
     #[test]
     fn what_is_no_list_is_refused() {
         for list in [
-            "", ",", "a,,b", "n[1-2", "n1-2]", "n[[1]]", "n[]", "n[a-b]", "n[3-1]", "n[1-]", "n[-1]",
-            "n[1-99999999999]", "n[0-1023][0-1023][0-1023]", "n[1,,2]", "n[+1]",
+            "",
+            ",",
+            "a,,b",
+            "n[1-2",
+            "n1-2]",
+            "n[[1]]",
+            "n[]",
+            "n[a-b]",
+            "n[3-1]",
+            "n[1-]",
+            "n[-1]",
+            "n[1-99999999999]",
+            "n[0-1023][0-1023][0-1023]",
+            "n[1,,2]",
+            "n[+1]",
         ] {
             assert!(expand_node_list(list).is_err(), "{list}");
         }

@@ -129,11 +129,7 @@ impl Tcp {
     }
 
     /// Starts the threads of all links.
-    fn over(
-        rank: usize,
-        ranks: usize,
-        streams: Vec<Option<TcpStream>>,
-    ) -> Result<Tcp, CommError> {
+    fn over(rank: usize, ranks: usize, streams: Vec<Option<TcpStream>>) -> Result<Tcp, CommError> {
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
                 arrived: (0..ranks).map(|_| VecDeque::new()).collect(),
@@ -183,8 +179,7 @@ impl Tcp {
             if let Some(data) = state.arrived[from].pop_front() {
                 if data.len() != length {
                     drop(state);
-                    let error =
-                        CommError::Length { rank: from, ours: length, theirs: data.len() };
+                    let error = CommError::Length { rank: from, ours: length, theirs: data.len() };
                     self.abort(&error.to_string());
                     return Err(error);
                 }
@@ -462,7 +457,7 @@ fn join(
     let places: Vec<&str> = table.lines().collect();
     let mut streams: Vec<Option<TcpStream>> = (0..ranks).map(|_| None).collect();
     streams[0] = Some(first);
-    for peer in 1..rank {
+    for (peer, link) in streams.iter_mut().enumerate().take(rank).skip(1) {
         let place = places.get(peer).and_then(|p| p.parse::<SocketAddr>().ok());
         let mut place =
             place.ok_or(CommError::Size { ours: ranks, theirs: places.len().max(1) })?;
@@ -472,7 +467,7 @@ fn join(
         }
         let mut stream = reach(peer, &place.to_string(), deadline, patience)?;
         hello.write(&mut stream).map_err(CommError::io("greet a rank"))?;
-        streams[peer] = Some(stream);
+        *link = Some(stream);
     }
     accept(&listener, rank, rank + 1, &mut streams, deadline, patience, |_, _| {})?;
     Ok(streams)
@@ -627,9 +622,7 @@ mod tests {
             let (work, address) = (&work, &address);
             let all: Vec<_> = (0..ranks)
                 .map(|rank| {
-                    scope.spawn(move || {
-                        work(Tcp::connect(rank, ranks, address, PATIENCE).unwrap())
-                    })
+                    scope.spawn(move || work(Tcp::connect(rank, ranks, address, PATIENCE).unwrap()))
                 })
                 .collect();
             all.into_iter().map(|t| t.join().unwrap()).collect()

@@ -76,19 +76,14 @@ impl ThreadGroup {
         let generation = state.generation;
         while state.generation == generation {
             state.check()?;
-            state =
-                self.shared.wake.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+            state = self.shared.wake.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
         Ok(())
     }
 
     /// Shows `data` to all ranks, and runs `work` on what all show. Nobody leaves
     /// before everybody's work is done.
-    fn together(
-        &self,
-        data: &mut [u8],
-        work: impl FnOnce(&[Shown]),
-    ) -> Result<(), CommError> {
+    fn together(&self, data: &mut [u8], work: impl FnOnce(&[Shown])) -> Result<(), CommError> {
         let mine = Shown { data: data.as_mut_ptr(), len: data.len() };
         self.wait(|state| state.shown[self.rank] = mine)?;
         let shown = self.shared.lock().shown.clone();
@@ -115,8 +110,7 @@ impl ThreadGroup {
         }
         let generation = state.generation;
         while state.generation == generation {
-            state =
-                self.shared.wake.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+            state = self.shared.wake.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
         Ok(())
     }
@@ -153,7 +147,11 @@ impl ThreadGroup {
             sum(&mut result[..len], &parts, dtype);
             // SAFETY: as above; the parts are not read any more.
             unsafe {
-                std::ptr::copy_nonoverlapping(result.as_ptr(), shown[self.rank].data.add(start), len);
+                std::ptr::copy_nonoverlapping(
+                    result.as_ptr(),
+                    shown[self.rank].data.add(start),
+                    len,
+                );
             }
         }
     }

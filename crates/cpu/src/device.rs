@@ -208,6 +208,14 @@ impl<'a> Memory<'a> {
         }
     }
 
+    /// An operand of an update: of what is divided over the ranks, this one's part.
+    fn updated<T: bytemuck::Pod>(&self, view: &View) -> &'a mut [T] {
+        match self.program.tensor(view.tensor).shard {
+            Shard::Whole => self.view(view),
+            Shard::Padded { .. } | Shard::Part { .. } => self.part(view.tensor),
+        }
+    }
+
     /// All bytes of a tensor, padding included.
     fn bytes(&self, tensor: TensorId) -> &'a mut [u8] {
         let t = self.program.tensor(tensor);
@@ -253,7 +261,7 @@ impl<'a> Memory<'a> {
             OpKind::AdamW { param, .. }
             | OpKind::AdamW8bit { param, .. }
             | OpKind::Sgd { param, .. } => {
-                with_elem!(self.dtype(*param), E, self.update::<E>(&op.kind));
+                with_elem!(self.dtype(param.tensor), E, self.update::<E>(&op.kind));
             }
             // Logits are float32 whatever the weights are.
             OpKind::Linear { w, y, .. } => {
@@ -603,9 +611,9 @@ impl Memory<'_> {
 
     /// The sum of squares of the parts that this rank answers for.
     fn squares<'g>(&self, grads: impl IntoIterator<Item = &'g TensorId>) -> f64 {
-        let of = |grad: &TensorId| with_elem!(self.dtype(*grad), E, {
-            kernels::sum_of_squares(self.part::<E>(*grad))
-        });
+        let of = |grad: &TensorId| {
+            with_elem!(self.dtype(*grad), E, kernels::sum_of_squares(self.part::<E>(*grad)))
+        };
         grads.into_iter().map(of).sum()
     }
 
@@ -663,12 +671,12 @@ impl Memory<'_> {
                     bias_correction2: scalars.bias_correction2,
                     grad_scale: self.clip(*norm),
                 };
-                let rounding = self.rounding(&scalars, *stream, *param);
-                let (p, g) = (self.part::<P>(*param), self.part::<P>(*grad));
+                let rounding = self.rounding(&scalars, *stream, param);
+                let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
                 with_elem!(
-                    self.dtype(*m),
+                    self.dtype(m.tensor),
                     S,
-                    kernels::adamw(p, g, self.all::<S>(*m), self.all::<S>(*v), &hyper, rounding)
+                    kernels::adamw(p, g, self.view::<S>(m), self.view::<S>(v), &hyper, rounding)
                 );
             }
             OpKind::AdamW8bit {
@@ -698,24 +706,24 @@ impl Memory<'_> {
                     grad_scale: self.clip(*norm),
                 };
                 let state = State8bit {
-                    m: self.all(*m),
-                    v: self.all(*v),
-                    m_absmax: self.all(*m_absmax),
-                    v_absmax: self.all(*v_absmax),
+                    m: self.view(m),
+                    v: self.view(v),
+                    m_absmax: self.view(m_absmax),
+                    v_absmax: self.view(v_absmax),
                 };
-                let (p, g) = (self.part::<P>(*param), self.part::<P>(*grad));
-                let rounding = self.rounding(&scalars, *stream, *param);
+                let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
+                let rounding = self.rounding(&scalars, *stream, param);
                 kernels::adamw8bit(p, g, state, &hyper, rounding);
             }
             OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
                 let scalars = self.scalars(*step);
                 let rates = (scalars.learning_rate, *weight_decay, self.clip(*norm));
-                let rounding = self.rounding(&scalars, *stream, *param);
-                let (p, g) = (self.part::<P>(*param), self.part::<P>(*grad));
-                let dtype = velocity.map_or(DType::F32, |v| self.dtype(v));
+                let rounding = self.rounding(&scalars, *stream, param);
+                let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
+                let dtype = velocity.map_or(DType::F32, |v| self.dtype(v.tensor));
                 with_elem!(dtype, S, {
                     // A velocity starts at zero, so the first step needs no case of its own.
-                    let velocity = velocity.map(|v| (self.all::<S>(v), *momentum, false));
+                    let velocity = velocity.map(|v| (self.view::<S>(&v), *momentum, false));
                     kernels::sgd(p, g, velocity, rates, rounding);
                 });
             }
@@ -725,9 +733,14 @@ impl Memory<'_> {
 
     /// Random bits of one parameter in one step: those of its elements, whichever
     /// rank updates them.
-    fn rounding(&self, scalars: &StepScalars, stream: u32, param: TensorId) -> kernels::Rounding {
+    fn rounding(&self, scalars: &StepScalars, stream: u32, param: &View) -> kernels::Rounding {
         let seed = scalars.seed ^ u64::from(stream).wrapping_mul(0xd1b5_4a32_d192_ed03);
-        kernels::Rounding::new(seed).part(self.program.tensor(param).part(self.rank).start)
+        let t = self.program.tensor(param.tensor);
+        let first = match t.shard {
+            Shard::Whole => param.first(),
+            Shard::Padded { .. } | Shard::Part { .. } => t.part(self.rank).start,
+        };
+        kernels::Rounding::new(seed).starting_at(first)
     }
 
     /// Runs an op with the other ranks, or on its own.

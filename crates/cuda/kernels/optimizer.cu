@@ -14,7 +14,7 @@ struct UpdateTable {
     void* m[TENSORS];
     void* v[TENSORS];
     long long elements[TENSORS];
-    long long first[TENSORS];  // index of element 0 in its tensor, where this is a part of one
+    long long first[TENSORS];  // place of element 0 in its parameter: it decides the random bits
     int first_block[TENSORS + 1];
     u32 stream[TENSORS];
     float weight_decay[TENSORS];
@@ -97,11 +97,11 @@ __device__ void adamw_rest(P* param, const P* grad, S* m, S* v, long long i, lon
     for (; i < end; ++i) {
         float p = to_float(param[i]), m1 = to_float(m[i]), v1 = to_float(v[i]);
         adamw_element<P>(p, to_float(grad[i]), m1, v1, o);
-        u32 at = (u32)(first + i);
-        u32 bits = random_bits(o.seed0, o.seed1, at);
+        u32 place = (u32)(first + i);
+        u32 bits = random_bits(o.seed0, o.seed1, place);
         param[i] = from_float<P>(round_randomly<P>(p, bits));
         m[i] = from_float<S>(round_randomly<S>(m1, bits >> 16));
-        v[i] = from_float<S>(round_randomly<S>(v1, random_bits(o.seed0 ^ 0x5bd1e995u, o.seed1, at)));
+        v[i] = from_float<S>(round_randomly<S>(v1, random_bits(o.seed0 ^ 0x5bd1e995u, o.seed1, place)));
     }
 }
 
@@ -138,8 +138,9 @@ template <class P, class S> __device__ void sgd(const UpdateTable& table) {
     P* param = static_cast<P*>(table.param[at.tensor]);
     const P* grad = static_cast<const P*>(table.grad[at.tensor]);
     S* velocity = static_cast<S*>(table.m[at.tensor]);
+    const long long first = table.first[at.tensor];
     for (long long i = at.begin + threadIdx.x; i < at.end; i += 256) {
-        long long place = table.first[at.tensor] + i;
+        long long place = first + i;
         u32 seed0 = (u32)seed ^ (u32)(place >> 32) * 0x9e3779b9u;
         u32 bits = random_bits(seed0, seed1, (u32)place);
         float p = to_float(param[i]);

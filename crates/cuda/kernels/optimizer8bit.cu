@@ -22,7 +22,7 @@ struct Update8bitTable {
     float* m_absmax[TENSORS];
     float* v_absmax[TENSORS];
     long long elements[TENSORS];
-    long long first[TENSORS];  // index of element 0 in its tensor, where this is a part of one
+    long long first[TENSORS];  // place of element 0 in its parameter: it decides the random bits
     int first_block[TENSORS + 1];
     u32 stream[TENSORS];
     float weight_decay[TENSORS];

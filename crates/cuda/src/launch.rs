@@ -4,7 +4,7 @@ use cudarc::driver::sys;
 use plimsoll_arch::DType;
 use plimsoll_comm::Nccl;
 use plimsoll_plan::Layout;
-use plimsoll_program::{Access, Home, Lane, Op, OpKind, Program, Shard, TensorId, View};
+use plimsoll_program::{Access, Class, Home, Lane, Op, OpKind, Program, Shard, TensorId, View};
 
 use crate::driver::{Context, cuda};
 use crate::error::CudaError;
@@ -72,6 +72,19 @@ impl Launcher<'_> {
                 self.at(tensor) + (self.rank * part * t.dtype.bytes()) as u64
             }
             Shard::Whole | Shard::Part { .. } => self.at(tensor),
+        }
+    }
+
+    /// An operand of an update, its elements, and the place of the first of them in the
+    /// whole tensor: of what is divided over the ranks, this one's part.
+    pub fn updated(&self, view: &View) -> (u64, usize, usize) {
+        let t = self.program.tensor(view.tensor);
+        match t.shard {
+            Shard::Whole => (self.view(view), view.elements(), view.first()),
+            Shard::Padded { .. } | Shard::Part { .. } => {
+                let part = t.part(self.rank);
+                (self.part(view.tensor), part.len(), part.start)
+            }
         }
     }
 
@@ -554,7 +567,8 @@ impl Launcher<'_> {
         let mut filled = Ok(());
         op.kind.for_each_operand(|t, access| {
             let tensor = self.program.tensor(t);
-            if filled.is_ok() && access == Access::Read && !tensor.resident {
+            let written = !tensor.resident || tensor.class == Class::Staging;
+            if filled.is_ok() && access == Access::Read && written {
                 let args = [self.ptr(t), Arg::Long(tensor.elements() as i64)];
                 let name = format!("fill_random_{}", suffix(tensor.dtype));
                 filled = self.launch("fill", &name, Grid::line(1024, 256), &args);

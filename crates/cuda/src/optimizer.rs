@@ -2,7 +2,7 @@
 //! addresses travel as a kernel parameter, so that nothing has to be uploaded.
 
 use plimsoll_arch::DType;
-use plimsoll_program::{Op, OpKind, Shard, TensorId};
+use plimsoll_program::{Op, OpKind, Shard, TensorId, View};
 
 use crate::error::CudaError;
 use crate::kernels::{Arg, Grid, argument, suffix};
@@ -135,17 +135,17 @@ struct Shared {
 
 /// One parameter of a launch.
 struct Update {
-    param: TensorId,
-    grad: TensorId,
-    m: Option<TensorId>,
-    v: Option<TensorId>,
+    param: View,
+    grad: View,
+    m: Option<View>,
+    v: Option<View>,
     weight_decay: f32,
     stream: u32,
 }
 
 fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
-    let name = |family: &str, param: TensorId, state: DType| {
-        format!("{family}_{}_{}", suffix(l.dtype(param)), suffix(state))
+    let name = |family: &str, param: View, state: DType| {
+        format!("{family}_{}_{}", suffix(l.dtype(param.tensor)), suffix(state))
     };
     match *op {
         OpKind::AdamW {
@@ -161,12 +161,12 @@ fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
             weight_decay,
             stream,
         } => {
-            let kernel = name("adamw", param, l.dtype(m));
+            let kernel = name("adamw", param, l.dtype(m.tensor));
             let update = Update { param, grad, m: Some(m), v: Some(v), weight_decay, stream };
             Some((Shared { kernel, betas: [beta1, beta2, eps], step, norm }, update))
         }
         OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
-            let kernel = name("sgd", param, velocity.map_or(DType::F32, |v| l.dtype(v)));
+            let kernel = name("sgd", param, velocity.map_or(DType::F32, |v| l.dtype(v.tensor)));
             let update = Update { param, grad, m: velocity, v: None, weight_decay, stream };
             Some((Shared { kernel, betas: [momentum, 0.0, 0.0], step, norm }, update))
         }
@@ -203,14 +203,14 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         if other != shared {
             break;
         }
-        let part = l.program.tensor(update.param).part(l.rank);
-        let elements = part.len();
-        table.param[taken] = l.part(update.param);
-        table.grad[taken] = l.part(update.grad);
-        table.first[taken] = part.start as i64;
-        table.m[taken] = update.m.map_or(0, |m| l.at(m));
-        table.v[taken] = update.v.map_or(0, |v| l.at(v));
+        let at = |view: &View| l.updated(view).0;
+        let (param, elements, first) = l.updated(&update.param);
+        table.param[taken] = param;
+        table.grad[taken] = at(&update.grad);
+        table.m[taken] = update.m.as_ref().map_or(0, at);
+        table.v[taken] = update.v.as_ref().map_or(0, at);
         table.elements[taken] = elements as i64;
+        table.first[taken] = first as i64;
         table.stream[taken] = update.stream;
         table.weight_decay[taken] = update.weight_decay;
         blocks += elements.div_ceil(CHUNK);

@@ -1,6 +1,6 @@
 //! 8-bit AdamW over many tensors in few launches; see `optimizer.rs`.
 
-use plimsoll_program::{Op, OpKind, TensorId};
+use plimsoll_program::{Op, OpKind, TensorId, View};
 
 use crate::error::CudaError;
 use crate::kernels::{Grid, argument, suffix};
@@ -46,7 +46,7 @@ struct Shared {
 
 fn shared_of(l: &Launcher, op: &OpKind) -> Option<Shared> {
     let OpKind::AdamW8bit { param, step, norm, beta1, beta2, eps, .. } = *op else { return None };
-    let kernel = format!("adamw8bit_{}", suffix(l.dtype(param)));
+    let kernel = format!("adamw8bit_{}", suffix(l.dtype(param.tensor)));
     Some(Shared { kernel, betas: [beta1, beta2, eps], step, norm })
 }
 
@@ -85,16 +85,16 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         else {
             unreachable!("it has a launch to share")
         };
-        let part = l.program.tensor(param).part(l.rank);
-        let elements = part.len();
-        table.param[taken] = l.part(param);
-        table.grad[taken] = l.part(grad);
-        table.first[taken] = part.start as i64;
-        table.m[taken] = l.at(m);
-        table.v[taken] = l.at(v);
-        table.m_absmax[taken] = l.at(m_absmax);
-        table.v_absmax[taken] = l.at(v_absmax);
+        let at = |view: &View| l.updated(view).0;
+        let (place, elements, first) = l.updated(&param);
+        table.param[taken] = place;
+        table.grad[taken] = at(&grad);
+        table.m[taken] = at(&m);
+        table.v[taken] = at(&v);
+        table.m_absmax[taken] = at(&m_absmax);
+        table.v_absmax[taken] = at(&v_absmax);
         table.elements[taken] = elements as i64;
+        table.first[taken] = first as i64;
         table.stream[taken] = stream;
         table.weight_decay[taken] = weight_decay;
         blocks += elements.div_ceil(CHUNK);

@@ -41,26 +41,24 @@ pub fn stream_family(program: &Program, kind: &OpKind) -> Option<(&'static str, 
         OpKind::CrossEntropy { logits, .. } => ("cross_entropy_loss", dtype(logits)),
         OpKind::SumLosses { .. } => (kind.name(), DType::F32),
         OpKind::GradNorm { grads, .. } => (kind.name(), grads.first().map_or(DType::F32, dtype)),
-        OpKind::GradSquares { grads, .. } => {
-            ("grad_norm", grads.first().map_or(DType::F32, dtype))
-        }
+        OpKind::GradSquares { grads, .. } => ("grad_norm", grads.first().map_or(DType::F32, dtype)),
         OpKind::ClipFactor { .. }
         | OpKind::AllGather { .. }
         | OpKind::ReduceScatter { .. }
         | OpKind::AllReduce { .. }
         | OpKind::Hold { .. } => (kind.name(), DType::F32),
         OpKind::Convert { out, .. } => (kind.name(), dtype(out)),
-        OpKind::AdamW { param, m, .. } => match dtype(m) {
-            DType::Bf16 => ("adamw_bf16_state", dtype(param)),
-            _ => ("adamw", dtype(param)),
+        OpKind::AdamW { param, m, .. } => match dtype(&m.tensor) {
+            DType::Bf16 => ("adamw_bf16_state", dtype(&param.tensor)),
+            _ => ("adamw", dtype(&param.tensor)),
         },
-        OpKind::AdamW8bit { param, .. } => (kind.name(), dtype(param)),
+        OpKind::AdamW8bit { param, .. } => (kind.name(), dtype(&param.tensor)),
         OpKind::Dequantize { out, .. } => (kind.name(), dtype(out)),
         OpKind::Argmax { x, .. } => (kind.name(), dtype(x)),
         OpKind::LinearQuantized { x, .. } => (kind.name(), dtype(&x.tensor)),
         OpKind::Dropout { x, .. } => (kind.name(), dtype(x)),
-        OpKind::Sgd { param, velocity: Some(_), .. } => ("sgd_momentum", dtype(param)),
-        OpKind::Sgd { param, .. } => ("sgd", dtype(param)),
+        OpKind::Sgd { param, velocity: Some(_), .. } => ("sgd_momentum", dtype(&param.tensor)),
+        OpKind::Sgd { param, .. } => ("sgd", dtype(&param.tensor)),
     })
 }
 

@@ -1,13 +1,13 @@
 //! The ledger: where the bytes are, and what a plan prints.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use plimsoll_arch::Architecture;
 use plimsoll_program::{Class, Home, Lane, Method, OpKind, Program, Recipe};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::{DeviceProfile, Layout, Peers, Schedule, schedule};
+use crate::{DeviceKind, DeviceProfile, Layout, Peers, Schedule, schedule};
 
 /// A tensor that is alive at the peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -48,6 +48,9 @@ pub struct PlanReport {
     /// Of one rank.
     pub flops_per_step: f64,
     pub bottleneck: &'static str,
+    /// Seconds in which each lane is busy, where there is more than one.
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    pub lane_seconds: Map<String, Value>,
     /// The device that the seconds are for.
     pub device: String,
     /// Where its figures come from.
@@ -161,6 +164,17 @@ fn communication(
     }
 }
 
+/// The busy lanes by name; nothing where there is only one.
+fn lane_seconds(schedule: &Schedule) -> Map<String, Value> {
+    let busy: Map<String, Value> = Lane::ALL
+        .into_iter()
+        .map(|lane| (lane.name().replace(' ', "_"), schedule.lane_seconds[lane.index()]))
+        .filter(|(_, seconds)| *seconds > 0.0)
+        .map(|(name, seconds)| (name, seconds.into()))
+        .collect();
+    if busy.len() > 1 { busy } else { Map::new() }
+}
+
 /// Puts a plan into words and numbers; `document_tokens` as in [`schedule`].
 pub fn plan_report(
     arch: &Architecture,
@@ -187,14 +201,25 @@ pub fn plan_report(
     let tokens = (recipe.batch * recipe.accumulate * recipe.sharding.ranks) as f64
         * if recipe.method == Method::Infer { 1.0 } else { recipe.seq as f64 };
     let parameters = arch.parameters() as u64;
-    let updated = program.ops.iter().filter_map(|op| match &op.kind {
-        OpKind::AdamW { param, .. }
-        | OpKind::AdamW8bit { param, .. }
-        | OpKind::Sgd { param, .. } => Some(program.tensor(*param).elements() as u64),
-        _ => None,
-    });
-    let trainable = updated.sum();
-    let needed = layout.slab_bytes + device.overhead_bytes;
+    // Pieces of a parameter are updated one by one; each parameter is counted once.
+    let mut updated = HashSet::new();
+    let mut trainable = 0;
+    for op in &program.ops {
+        let stream = match &op.kind {
+            OpKind::AdamW { stream, .. }
+            | OpKind::AdamW8bit { stream, .. }
+            | OpKind::Sgd { stream, .. } => *stream,
+            _ => continue,
+        };
+        if let Some((param, ..)) = op.kind.update_operands()
+            && updated.insert(stream)
+        {
+            trainable += program.tensor(param.tensor).elements() as u64;
+        }
+    }
+    // On the CPU both slabs are in one memory.
+    let beside = if device.kind == DeviceKind::Cpu { layout.host_bytes } else { 0 };
+    let needed = layout.slab_bytes + device.overhead_bytes + beside;
     let communication = device
         .peers
         .as_ref()
@@ -221,6 +246,7 @@ pub fn plan_report(
         tokens_per_second: tokens / schedule.step_seconds,
         flops_per_step: program.flops(),
         bottleneck: schedule.bottleneck,
+        lane_seconds: lane_seconds(&schedule),
         device: device.name.clone(),
         device_source: device.source.clone(),
         cost: None,

@@ -65,7 +65,11 @@ impl DeviceArg {
     ///
     /// # Errors
     /// There is no such device, or not that much memory.
-    pub fn reserve_in(self, slabs: impl Into<SlabSizes>, member: Member) -> Result<Box<dyn Device>, Stop> {
+    pub fn reserve_in(
+        self,
+        slabs: impl Into<SlabSizes>,
+        member: Member,
+    ) -> Result<Box<dyn Device>, Stop> {
         let Some(group) = member.group else { return self.reserve(slabs) };
         Ok(match self {
             DeviceArg::Cpu => Box::new(CpuDevice::in_group(slabs, member.threads, group)?),

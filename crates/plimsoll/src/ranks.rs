@@ -177,9 +177,7 @@ fn collect<T>(
     for _ in 0..count {
         let next = match &first {
             None => results.recv().ok(),
-            Some((_, since)) => {
-                results.recv_timeout(GRACE.saturating_sub(since.elapsed())).ok()
-            }
+            Some((_, since)) => results.recv_timeout(GRACE.saturating_sub(since.elapsed())).ok(),
         };
         match (next, &first) {
             (Some((place, Some(Ok(result)))), _) => all[place] = Some(result),

@@ -3,7 +3,7 @@
 use clap::{Args, ValueEnum};
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_program::{
-    AdamW, AdamW8bit, Codebook, Decay, Lora, Method, Optimizer, Projection, Quant, Recipe,
+    AdamW, AdamW8bit, Codebook, Decay, Lora, Method, Offload, Optimizer, Projection, Quant, Recipe,
     Recompute, RecomputePlan, Sgd, Sharding,
 };
 
@@ -181,6 +181,31 @@ pub enum DecayArg {
     All,
 }
 
+/// What lives in page-locked host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OffloadArg {
+    None,
+    /// Optimizer state.
+    Optimizer,
+    /// And the weights of the blocks.
+    #[value(name = "optimizer+weights")]
+    OptimizerWeights,
+    /// Optimizer state, and the inputs of blocks from forward to backward.
+    #[value(name = "optimizer+activations")]
+    OptimizerActivations,
+}
+
+impl OffloadArg {
+    pub fn offload(self) -> Offload {
+        match self {
+            OffloadArg::None => Offload::None,
+            OffloadArg::Optimizer => Offload::Optimizer,
+            OffloadArg::OptimizerWeights => Offload::OptimizerWeights,
+            OffloadArg::OptimizerActivations => Offload::OptimizerActivations,
+        }
+    }
+}
+
 /// Everything about a run that decides its memory and its time.
 #[derive(Clone, Debug, Args)]
 pub struct RecipeArgs {
@@ -229,6 +254,10 @@ pub struct RecipeArgs {
     /// take no memory; needs --max-grad-norm 0 and no accumulation.
     #[arg(long)]
     pub optimizer_in_backward: bool,
+    /// What lives in page-locked host memory and is copied in and out beside the
+    /// computation; costs least with --optimizer-in-backward.
+    #[arg(long, value_enum, default_value = "none")]
+    pub offload: OffloadArg,
     /// Rows of logits that exist at a time [default: as many as cost no memory]
     #[arg(long)]
     pub loss_rows: Option<usize>,
@@ -320,6 +349,7 @@ impl RecipeArgs {
             recompute,
             optimizer_in_backward: self.optimizer_in_backward,
             loss_rows: self.loss_rows,
+            offload: self.offload.offload(),
             lora,
             quant,
             sharding: Sharding {

@@ -219,6 +219,53 @@ impl Sharding {
     }
 }
 
+/// What lives in page-locked host memory and visits the device when it is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub enum Offload {
+    #[default]
+    #[serde(rename = "none")]
+    None,
+    /// Optimizer state.
+    #[serde(rename = "optimizer")]
+    Optimizer,
+    /// And the weights of the blocks.
+    #[serde(rename = "optimizer+weights")]
+    OptimizerWeights,
+    /// Optimizer state, and the inputs of blocks from forward to backward.
+    #[serde(rename = "optimizer+activations")]
+    OptimizerActivations,
+}
+
+impl Offload {
+    pub const ALL: [Offload; 4] = [
+        Offload::None,
+        Offload::Optimizer,
+        Offload::OptimizerWeights,
+        Offload::OptimizerActivations,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Offload::None => "none",
+            Offload::Optimizer => "optimizer",
+            Offload::OptimizerWeights => "optimizer+weights",
+            Offload::OptimizerActivations => "optimizer+activations",
+        }
+    }
+
+    pub fn state(self) -> bool {
+        self != Offload::None
+    }
+
+    pub fn weights(self) -> bool {
+        self == Offload::OptimizerWeights
+    }
+
+    pub fn activations(self) -> bool {
+        self == Offload::OptimizerActivations
+    }
+}
+
 /// Everything that the user chooses.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Recipe {
@@ -241,6 +288,7 @@ pub struct Recipe {
     pub optimizer_in_backward: bool,
     /// Rows of logits that exist at a time; none lets the builder choose.
     pub loss_rows: Option<usize>,
+    pub offload: Offload,
     /// Adapters: trained, or applied in inference.
     pub lora: Option<Lora>,
     /// Frozen matrices in four bits.
@@ -263,6 +311,7 @@ impl Recipe {
             recompute: RecomputePlan::uniform(Recompute::None),
             optimizer_in_backward: false,
             loss_rows: None,
+            offload: Offload::None,
             lora: None,
             quant: None,
             sharding: Sharding::none(precision),
@@ -329,11 +378,22 @@ impl Recipe {
         if !matches!(reduce, DType::F32 | DType::Bf16) {
             return Err(RecipeError::Reduce { reduce });
         }
+        if ranks > 1 && self.offload != Offload::None {
+            let why = "several ranks divide the optimizer state already: use --zero";
+            return Err(RecipeError::Offload { offload: self.offload.name(), why });
+        }
         if ranks > 1 && self.method == Method::Infer {
             return Err(RecipeError::InferRanks { ranks });
         }
         if ranks > 1 && self.optimizer_in_backward {
             return Err(RecipeError::FusedOptimizer { with: "several ranks" });
+        }
+        if self.offload != Offload::None && self.method != Method::Full {
+            let method = match self.method {
+                Method::Infer => "inference has no optimizer",
+                _ => "the optimizer state of adapters is small",
+            };
+            return Err(RecipeError::Offload { offload: self.offload.name(), why: method });
         }
         if self.optimizer_in_backward && self.accumulate > 1 {
             return Err(RecipeError::FusedOptimizer { with: "gradient accumulation" });
@@ -393,6 +453,8 @@ pub enum RecipeError {
         "the optimizer cannot run inside backward together with {with}: every gradient is needed at the end; drop one of the two"
     )]
     FusedOptimizer { with: &'static str },
+    #[error("--offload {offload} is for full fine-tunes: {why}; use --offload none")]
+    Offload { offload: &'static str, why: &'static str },
     #[error(
         "recompute `{text}` is not understood: use none, norms, mlp or block, or ranges of layers such as block:0-15,norms"
     )]

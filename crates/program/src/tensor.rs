@@ -30,10 +30,12 @@ pub enum Class {
     Workspace,
     Input,
     KvCache,
+    /// What visits the device from host memory.
+    Staging,
 }
 
 impl Class {
-    pub const ALL: [Class; 7] = [
+    pub const ALL: [Class; 8] = [
         Class::Weight,
         Class::Gradient,
         Class::OptimizerState,
@@ -41,6 +43,7 @@ impl Class {
         Class::Workspace,
         Class::Input,
         Class::KvCache,
+        Class::Staging,
     ];
 
     /// The name in JSON and in tables.
@@ -53,6 +56,7 @@ impl Class {
             Class::Workspace => "workspace",
             Class::Input => "input",
             Class::KvCache => "kv_cache",
+            Class::Staging => "staging",
         }
     }
 }

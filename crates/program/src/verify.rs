@@ -171,24 +171,36 @@ impl Program {
                 width(*qkv, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)?;
                 width(*out, shape.heads * shape.head_dim)
             }
-            OpKind::AdamW { param, grad, m, v, .. } => {
-                same(*param, *grad)?;
-                same(*param, *m)?;
-                same(*param, *v)
+            OpKind::AdamW { .. } | OpKind::AdamW8bit { .. } | OpKind::Sgd { .. } => {
+                self.check_update(kind)
             }
-            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, .. } => {
-                same(*param, *grad)?;
-                same(*param, *m)?;
-                same(*param, *v)?;
-                let blocks = self.tensor(*param).elements().div_ceil(STATE_BLOCK);
-                width(*m_absmax, blocks)?;
-                width(*v_absmax, blocks)
-            }
-            OpKind::Sgd { param, grad, .. } => same(*param, *grad),
             OpKind::ToDevice { from, to } => self.check_copy(from, to, [Home::Host, Home::Device]),
             OpKind::ToHost { from, to } => self.check_copy(from, to, [Home::Device, Home::Host]),
             _ => Ok(()),
         }
+    }
+
+    /// Every operand is one piece of memory of as many elements as the parameter, its
+    /// scales one for each block.
+    fn check_update(&self, kind: &OpKind) -> Result<(), String> {
+        let Some((param, grad, state)) = kind.update_operands() else { return Ok(()) };
+        let (elements, blocks) = (param.elements(), param.elements().div_ceil(STATE_BLOCK));
+        let scaled = state[3].is_some();
+        let operands = [Some(param), Some(grad)].into_iter().chain(state);
+        for (n, view) in operands.enumerate().filter_map(|(n, view)| Some((n, view?))) {
+            let t = self.tensor(view.tensor);
+            let fits = view.row + view.rows <= t.rows() && view.col + view.cols <= t.cols();
+            let expected = if n < 4 { elements } else { blocks };
+            let whole = fits && view.stride == t.cols() && view.is_contiguous();
+            if !whole || view.elements() != expected {
+                return Err(format!("{view:?} of `{}` is no piece of {expected}", t.name));
+            }
+        }
+        // Blocks of state are those of the whole parameter.
+        if scaled && !param.first().is_multiple_of(STATE_BLOCK) {
+            return Err(format!("a piece from {} on splits a block of state", param.first()));
+        }
+        Ok(())
     }
 
     /// Bytes of one length that lie together, each side at its home.

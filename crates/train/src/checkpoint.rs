@@ -18,8 +18,8 @@ use std::path::{Path, PathBuf};
 
 use plimsoll_arch::DType;
 use plimsoll_model::{
-    Adapter, Checkpoint, FilePlace, ModelError, SafetensorsWriter, first_non_finite, first_non_finite_bf16,
-    load_adapter, load_weights, save_parts,
+    Adapter, Checkpoint, FilePlace, ModelError, SafetensorsWriter, first_non_finite,
+    first_non_finite_bf16, load_adapter, load_weights, save_parts,
 };
 use plimsoll_plan::DeviceError;
 use plimsoll_program::{Class, Shard, Tensor, TensorId, WeightPart, weight_parts};
@@ -271,7 +271,7 @@ impl Session<'_> {
     /// made. Afterwards all of them are on the disk.
     fn fill_files(&mut self, places: Vec<FilePlace>) -> Result<(), CheckpointError> {
         let text = serde_json::to_vec(&places).unwrap_or_default();
-        let text = self.from_leader(text)?;
+        let text = self.leaders_bytes(text)?;
         let places: Vec<FilePlace> = serde_json::from_slice(&text)
             .map_err(|e| io_error("read", Path::new("rank 0"))(e.into()))?;
         let by_name: HashMap<&str, &FilePlace> =

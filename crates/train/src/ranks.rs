@@ -42,7 +42,7 @@ impl Session<'_> {
     }
 
     /// Bytes of rank 0, on all ranks.
-    pub(crate) fn from_leader(&mut self, bytes: Vec<u8>) -> Result<Vec<u8>, DeviceError> {
+    pub(crate) fn leaders_bytes(&mut self, bytes: Vec<u8>) -> Result<Vec<u8>, DeviceError> {
         let Some(group) = self.device.group() else { return Ok(bytes) };
         let mut length = (bytes.len() as u64).to_le_bytes();
         group.broadcast(&mut length, 0).map_err(broken)?;

@@ -11,8 +11,8 @@ use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_model::{init_adapter, init_state, init_weights, read_architecture};
 use plimsoll_plan::Device;
 use plimsoll_program::{
-    AdamW8bit, Codebook, Lora, Optimizer, Projection, Quant, Recipe, Recompute, RecomputePlan,
-    Sgd, Sharding,
+    AdamW8bit, Codebook, Lora, Optimizer, Projection, Quant, Recipe, Recompute, RecomputePlan, Sgd,
+    Sharding,
 };
 use plimsoll_train::{
     EarlyStop, MicroBatch, ModelFiles, Session, TrainPlan, TrainerState, checkpoints,
@@ -159,10 +159,15 @@ fn tensors(folder: &Path) -> BTreeMap<String, Vec<f32>> {
         for (name, t) in SafeTensors::deserialize(&bytes).unwrap().tensors() {
             let data = t.data();
             let values = match t.dtype() {
-                Dtype::F32 => data.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
-                Dtype::BF16 => {
-                    data.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect()
+                Dtype::F32 => {
+                    data.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
                 }
+                Dtype::BF16 => data
+                    .as_chunks::<2>()
+                    .0
+                    .iter()
+                    .map(|b| bf16::from_le_bytes(*b).to_f32())
+                    .collect(),
                 _ => data.iter().map(|b| f32::from(*b)).collect(),
             };
             all.insert(name, values);
@@ -268,7 +273,8 @@ fn one_micro_batch_a_rank_reduces_in_backward() {
 #[test]
 fn adapters_are_those_of_one_rank() {
     let arch = architecture("qwen2-micro-tied");
-    let recipe = Recipe { method: plimsoll_program::Method::Lora, lora: Some(lora()), ..full(DType::F32) };
+    let recipe =
+        Recipe { method: plimsoll_program::Method::Lora, lora: Some(lora()), ..full(DType::F32) };
     compare(&arch, &recipe, "lora", 1e-5);
     let quant = Some(Quant { codebook: Codebook::Nf4, double: true, head: false });
     compare(&arch, &Recipe { quant, ..recipe }, "qlora", 1e-5);
@@ -280,7 +286,8 @@ fn other_optimizers_are_those_of_one_rank() {
     let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, state: DType::F32 };
     compare(&arch, &Recipe { optimizer: Optimizer::Sgd(sgd), ..full(DType::F32) }, "sgd", 1e-5);
     let plain = Sgd { momentum: 0.0, ..sgd };
-    let recipe = Recipe { optimizer: Optimizer::Sgd(plain), max_grad_norm: None, ..full(DType::F32) };
+    let recipe =
+        Recipe { optimizer: Optimizer::Sgd(plain), max_grad_norm: None, ..full(DType::F32) };
     compare(&arch, &recipe, "plain sgd", 1e-5);
     // A gradient that differs in its last bit may have another code.
     let optimizer = Optimizer::AdamW8bit(AdamW8bit::default());
@@ -369,4 +376,3 @@ fn a_device_of_another_group_is_refused() {
     let error = device.run(&plan.train, &plan.train_layout, 0).unwrap_err().to_string();
     assert!(error.contains("one of 4 ranks"), "{error}");
 }
-

@@ -27,7 +27,7 @@ pub struct AdamW {
 #[derive(Clone, Copy, Debug)]
 pub struct Rounding {
     seed: [u32; 2],
-    /// Index of the first element, where a part of a tensor is updated.
+    /// Place in its tensor of the first element at hand.
     first: usize,
 }
 
@@ -41,8 +41,8 @@ impl Rounding {
         Self { seed: [x as u32, (x >> 32) as u32], first: 0 }
     }
 
-    /// For a part of a tensor that begins at element `first`.
-    pub fn part(self, first: usize) -> Self {
+    /// For a part of the tensor that starts at its element `first`.
+    pub fn starting_at(self, first: usize) -> Self {
         Self { first, ..self }
     }
 

@@ -469,10 +469,10 @@ fn updates(report: &mut Report, dtype: DType) {
             let norm = Some(norm);
             let stream = stream as u32;
             adamw.push(OpKind::AdamW {
-                param,
-                grad,
-                m,
-                v,
+                param: c.view(param),
+                grad: c.view(grad),
+                m: c.view(m),
+                v: c.view(v),
                 step,
                 norm,
                 beta1: 0.9,
@@ -483,9 +483,9 @@ fn updates(report: &mut Report, dtype: DType) {
             });
             let (param, velocity) = (c.random(size, dtype), Some(c.random(size, state)));
             sgd.push(OpKind::Sgd {
-                param,
-                grad,
-                velocity: velocity.filter(|_| stream != 1),
+                param: c.view(param),
+                grad: c.view(grad),
+                velocity: velocity.filter(|_| stream != 1).map(|t| c.view(t)),
                 step,
                 norm,
                 momentum: 0.9,
@@ -615,12 +615,12 @@ fn updates_8bit(report: &mut Report, dtype: DType) {
             let m_absmax = c.tensor(&[blocks], F32, scales.clone());
             let v_absmax = c.tensor(&[blocks], F32, scales);
             kinds.push(OpKind::AdamW8bit {
-                param,
-                grad,
-                m,
-                v,
-                m_absmax,
-                v_absmax,
+                param: c.view(param),
+                grad: c.view(grad),
+                m: c.view(m),
+                v: c.view(v),
+                m_absmax: c.view(m_absmax),
+                v_absmax: c.view(v_absmax),
                 step,
                 norm: clip.then_some(norm),
                 beta1: 0.9,
@@ -637,7 +637,7 @@ fn updates_8bit(report: &mut Report, dtype: DType) {
                 unreachable!("made above")
             };
             let of =
-                |tensor: &TensorId| errors.iter().find(|(t, _)| t == tensor).expect("written").1;
+                |view: &View| errors.iter().find(|(t, _)| *t == view.tensor).expect("written").1;
             for (part, tensor) in
                 [("m", m), ("v", v), ("scale of m", m_absmax), ("scale of v", v_absmax)]
             {

@@ -94,11 +94,12 @@ pub fn run(args: &PlanArgs) -> Outcome {
             out!("{}", table(&planned.report));
             let context = if recipe.method == Method::Infer { "context" } else { "seq" };
             outln!(
-                "batch {}, {context} {}, {}, recompute {}",
+                "batch {}, {context} {}, {}, recompute {}, offload {}",
                 recipe.batch,
                 recipe.seq,
                 recipe.precision,
-                recipe.recompute
+                recipe.recompute,
+                recipe.offload.name()
             );
             if let Some(line) = more_than_dense(&planner, &arch, &recipe, &planned.report)? {
                 outln!("{line}");
@@ -209,6 +210,10 @@ pub fn table(report: &PlanReport) -> String {
         report.flops_per_step / 1e12,
         report.bottleneck
     ));
+    for (lane, seconds) in &report.lane_seconds {
+        let (lane, seconds) = (lane.replace('_', " "), seconds.as_f64().unwrap_or(0.0));
+        text.push_str(&format!("  {lane:<16} busy for {}\n", units::seconds(seconds)));
+    }
     text.push_str(&format!("  seconds: {}\n", report.device_source));
     if let Some(c) = &report.communication {
         text.push_str(&format!(

@@ -99,7 +99,8 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let mut recipe = args.recipe.recipe(&model.arch, stored, kind.default_precision())?;
     recipe.sharding.ranks = team.ranks();
     recipe.check(&model.arch).map_err(Stop::input)?;
-    let planner = Planner::device(kind, args.memory_limit)?.for_ranks(team.ranks(), team.nodes(), None);
+    let planner =
+        Planner::device(kind, args.memory_limit)?.for_ranks(team.ranks(), team.nodes(), None);
     if args.recipe.recompute_is_auto() {
         recipe = planner.with_least_recompute(&model.arch, &recipe)?;
         note!("recompute: {}", recipe.recompute);

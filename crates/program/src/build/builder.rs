@@ -6,9 +6,10 @@ use plimsoll_arch::{Architecture, DType};
 use plimsoll_quant::{MIN_8BIT_ELEMENTS, STATE_BLOCK};
 
 use crate::{
-    AttentionShape, Class, Home, Method, NESTED_BLOCK, Nested, Op, OpKind, Optimizer, PRODUCTS, Phase,
-    Program, QUANT_BLOCK, Quant, QuantizedMatrix, QuantizedPart, Recipe, Section, Shard,
-    Sharding, StepScalars, Target, Tensor, TensorId, View, WeightPart, quantized_name, weight_parts,
+    AttentionShape, Class, Home, Method, NESTED_BLOCK, Nested, Op, OpKind, Optimizer, PRODUCTS,
+    Phase, Program, QUANT_BLOCK, Quant, QuantizedMatrix, QuantizedPart, Recipe, Section, Shard,
+    Sharding, StepScalars, Target, Tensor, TensorId, View, WeightPart, quantized_name,
+    weight_parts,
 };
 
 /// A tensor that can be trained.

@@ -8,6 +8,7 @@ mod block;
 mod builder;
 mod head;
 mod linear;
+mod offload;
 mod optimizer;
 mod shard;
 
@@ -50,7 +51,7 @@ pub fn train(
     if !recipe.optimizer_in_backward {
         optimizer::update_all(&mut b, &model, &units);
     }
-    Ok(b.finish())
+    Ok(offload::offload(b.finish(), arch, recipe))
 }
 
 /// Forward and backward of one micro-batch.
@@ -165,7 +166,7 @@ fn forward_only(
         b.release(&units.layers[layer.index]);
     }
     head(&mut b, &model, x);
-    Ok(b.finish())
+    Ok(offload::offload(b.finish(), arch, recipe))
 }
 
 /// `tokens` new tokens of every sequence against a KV cache of `recipe.seq`

@@ -173,9 +173,8 @@ impl Builder<'_> {
     pub fn reduce(&mut self, unit: &Unit) -> Reduction {
         let s = self.recipe.sharding;
         let trained = unit.params.iter().filter(|p| self.reduced_with_unit(**p));
-        let pairs: Vec<(TensorId, TensorId)> = trained
-            .filter_map(|p| self.training(*p).map(|t| (t.gradient, t.reduced)))
-            .collect();
+        let pairs: Vec<(TensorId, TensorId)> =
+            trained.filter_map(|p| self.training(*p).map(|t| (t.gradient, t.reduced))).collect();
         let mut reduction = Reduction { held: Vec::new(), sums: Vec::new(), add: false };
         if s.ranks == 1 || pairs.is_empty() {
             return reduction;

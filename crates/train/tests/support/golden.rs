@@ -265,7 +265,7 @@ pub fn train(
     let mut device = filled(on, model, program, layout);
     let mut session = Session { plan: &plan, device: &mut *device };
     let micro = batch.micro(recipe.batch);
-    session.forward_backward(&micro, learning_rate, 1, 0).unwrap();
+    let trained_tokens = session.forward_backward(&micro, learning_rate, 1, 0).unwrap();
     let gradients = parts(session.device, program, layout, arch, "d_");
     let mut results = Vec::new();
     for step in 1..=steps {
@@ -273,6 +273,7 @@ pub fn train(
             session.update().unwrap();
             let norm = recipe.max_grad_norm.map(|_| "grad_norm");
             StepResult {
+                trained_tokens,
                 loss: read(session.device, program, layout, "loss")[0],
                 grad_norm: norm.map(|name| read(session.device, program, layout, name)[0]),
             }
