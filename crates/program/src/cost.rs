@@ -103,10 +103,14 @@ impl Program {
             }
             OpKind::GatherRows { rows, out, .. } => bytes(*rows) + 2.0 * bytes(*out),
             OpKind::CrossEntropy { logits, backward, .. } => sum(*backward) * bytes(*logits),
-            OpKind::AdamW { step, .. } | OpKind::AdamW8bit { step, .. } | OpKind::Sgd { step, .. } => {
+            OpKind::AdamW { step, .. }
+            | OpKind::AdamW8bit { step, .. }
+            | OpKind::Sgd { step, .. } => {
                 let update = kind.update_operands();
                 let moved = update.map_or(0.0, |(param, grad, state)| {
-                    2.0 * view(&param) + view(&grad) + 2.0 * state.iter().flatten().map(view).sum::<f64>()
+                    2.0 * view(&param)
+                        + view(&grad)
+                        + 2.0 * state.iter().flatten().map(view).sum::<f64>()
                 });
                 moved + bytes(*step)
             }

@@ -24,7 +24,8 @@ pub use op::{Access, AttentionShape, Op, OpKind, Phase};
 pub use plimsoll_quant::{BLOCK as QUANT_BLOCK, Codebook, NESTED_BLOCK};
 pub use quantized::{Nested, Quant, QuantizedMatrix, QuantizedPart, quantized_name};
 pub use recipe::{
-    AdamW, AdamW8bit, Decay, Method, Offload, Optimizer, Recipe, RecipeError, Recompute, RecomputePlan, Sgd,
+    AdamW, AdamW8bit, Decay, Method, Offload, Optimizer, Recipe, RecipeError, Recompute,
+    RecomputePlan, Sgd,
 };
 pub use tensor::{Class, Home, Tensor, TensorId, View};
 pub use verify::ProgramError;

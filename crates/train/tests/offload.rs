@@ -164,11 +164,9 @@ fn training_is_the_same_to_the_bit() {
             let plain = recipe(precision, optimizer, fused, recompute);
             let mut reference = Run::new(&arch, &plain);
             let (losses, state) = (reference.steps(0..3), reference.state());
-            for offload in [
-                Offload::Optimizer,
-                Offload::OptimizerWeights,
-                Offload::OptimizerActivations,
-            ] {
+            for offload in
+                [Offload::Optimizer, Offload::OptimizerWeights, Offload::OptimizerActivations]
+            {
                 let what = format!("{name}, in backward {fused}, {recompute}, {}", offload.name());
                 let mut run = Run::new(&arch, &Recipe { offload, ..plain.clone() });
                 assert!(copies(&run.plan.train, Lane::HostToDevice) > 20, "{what}");
@@ -222,12 +220,8 @@ fn the_device_holds_what_is_in_use() {
     let arch = preset("llama-3-8b").unwrap();
     let state = Optimizer::AdamW(AdamW { state: DType::Bf16, ..AdamW::default() });
     let plan = |offload| {
-        let recipe = Recipe {
-            offload,
-            batch: 4,
-            seq: 2048,
-            ..recipe(DType::Bf16, state, true, "block")
-        };
+        let recipe =
+            Recipe { offload, batch: 4, seq: 2048, ..recipe(DType::Bf16, state, true, "block") };
         TrainPlan::new(&arch, &recipe, &TARGET).unwrap()
     };
     let slabs = |offload| plan(offload).slabs();

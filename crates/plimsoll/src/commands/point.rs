@@ -68,6 +68,7 @@ pub struct PlannedPoint {
     pub kind: DeviceArg,
     /// Planned, of a step.
     pub seconds: f64,
+    host_memory: Option<u64>,
     rows: Box<dyn Batches>,
 }
 
@@ -84,6 +85,9 @@ pub struct Measured {
     pub measured_bytes: u64,
     /// Outside the slab, where a driver counts it.
     pub overhead_bytes: Option<u64>,
+    /// Slab in page-locked host memory: planned, and as the kernel counts it.
+    pub host_bytes: u64,
+    pub measured_host_bytes: Option<u64>,
     pub lower_bound_bytes: u64,
     pub slab_bytes: u64,
     pub memory_limit_bytes: u64,
@@ -107,6 +111,8 @@ impl Measured {
             "peak_allocated_bytes": self.lower_bound_bytes,
             "peak_reserved_bytes": self.slab_bytes,
             "overhead_bytes": self.overhead_bytes,
+            "host_bytes": self.host_bytes,
+            "measured_host_bytes": self.measured_host_bytes,
             "iterations_per_second": 1.0 / median,
             "tokens_per_second": self.tokens / median,
             "seconds_per_iteration": median,
@@ -136,12 +142,13 @@ impl PlannedPoint {
         let documents = if args.full_rows { seq as f64 } else { document_tokens(&*rows) };
         let seconds = schedule(&plan.train, &plan.train_layout, &planner.device, Some(documents))
             .step_seconds;
-        Ok(PlannedPoint { model, plan, planner, kind, seconds, rows })
+        let host_memory = args.recipe.host_memory;
+        Ok(PlannedPoint { model, plan, planner, kind, seconds, host_memory, rows })
     }
 
     /// Slab and what the driver takes beside it.
     pub fn bytes(&self) -> u64 {
-        self.plan.slab_bytes() + self.planner.device.overhead_bytes
+        self.kind.slab_bytes(self.plan.slabs()) + self.planner.device.overhead_bytes
     }
 
     fn memory_limit(&self) -> u64 {
@@ -157,7 +164,7 @@ impl PlannedPoint {
             DeviceArg::Cuda => 0,
         };
         if self.bytes().saturating_add(process) <= self.memory_limit() {
-            return Ok(());
+            return self.kind.host_must_fit(self.plan.slabs(), self.host_memory);
         }
         Err(Stop::DoesNotFit(format!(
             "the plan needs {} and the process {}, of {}",
@@ -207,6 +214,8 @@ impl Ready {
             planned_bytes: self.point.bytes(),
             measured_bytes,
             overhead_bytes: taken.map(|t| t.overhead),
+            host_bytes: plan.slabs().host,
+            measured_host_bytes: taken.map(|t| t.host),
             lower_bound_bytes: plan.train_layout.lower_bound,
             slab_bytes: plan.slab_bytes(),
             memory_limit_bytes: self.point.memory_limit(),

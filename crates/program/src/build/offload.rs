@@ -164,7 +164,8 @@ fn visit(mut program: Program, groups: &[Group]) -> Program {
                 for (n, visit) in visits.iter().enumerate() {
                     let resident = program.tensor(visit.tensor).resident;
                     let again = visits[n + 1..].iter().any(|v| v.tensor == visit.tensor);
-                    let [host, here] = [visit.tensor, group.slots[slot]].map(|t| whole(&program, t));
+                    let [host, here] =
+                        [visit.tensor, group.slots[slot]].map(|t| whole(&program, t));
                     if let (Some(at), true) = (visit.last_write, resident || again) {
                         let phase = program.ops[at].phase;
                         let kind = OpKind::ToHost { from: here, to: host };
@@ -299,7 +300,12 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
         for piece in mine {
             let queue = &mut queues[piece.ring];
             let slots = &rings[piece.ring].slots;
-            queue.push(Staged::new(&program, &old[piece.op], piece, &slots[queue.len() % slots.len()]));
+            queue.push(Staged::new(
+                &program,
+                &old[piece.op],
+                piece,
+                &slots[queue.len() % slots.len()],
+            ));
         }
         let first_loads: Vec<Op> = queues
             .iter()
@@ -388,7 +394,8 @@ impl Staged {
                     } else {
                         view.cols_at(first / STATE_BLOCK, elements.div_ceil(STATE_BLOCK))
                     };
-                    let here = View { rows: 1, cols: host.elements(), ..whole(program, slot[n - 2]) };
+                    let here =
+                        View { rows: 1, cols: host.elements(), ..whole(program, slot[n - 2]) };
                     state.push((host, here));
                     here
                 }
