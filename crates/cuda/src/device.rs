@@ -435,7 +435,8 @@ impl Device for CudaDevice {
 
     fn taken_bytes(&mut self) -> Result<Option<Taken>, DeviceError> {
         let overhead = self.overhead_bytes()?;
-        Ok(Some(Taken { total: self.sizes.device + overhead, overhead }))
+        let (total, host) = (self.sizes.device + overhead, self.host.resident);
+        Ok(Some(Taken { total, overhead, host }))
     }
 
     /// Returns as soon as the work is queued; [`Device::download`] waits for it.

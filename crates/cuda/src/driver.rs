@@ -295,10 +295,11 @@ impl Drop for Pinned {
 pub(crate) struct Graph(sys::CUgraphExec);
 
 impl Graph {
-    /// Records what `launch` puts on the stream; nothing of it runs.
-    pub fn capture(
+    /// Records what `launch` puts on the stream; nothing of it runs. What it returns
+    /// lives until the capture has ended.
+    pub fn capture<T>(
         stream: sys::CUstream,
-        launch: impl FnOnce() -> Result<(), CudaError>,
+        launch: impl FnOnce() -> Result<T, CudaError>,
     ) -> Result<Graph, CudaError> {
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         cuda!(cuStreamBeginCapture_v2(stream, mode))?;
@@ -306,7 +307,8 @@ impl Graph {
         let mut graph = ptr::null_mut();
         // Capture is ended in any case: the stream is unusable before.
         let ended = cuda!(cuStreamEndCapture(stream, &mut graph));
-        launched.and(ended)?;
+        let _kept = launched?;
+        ended?;
         let mut exec = ptr::null_mut();
         let instantiated = cuda!(cuGraphInstantiateWithFlags(&mut exec, graph, 0));
         let _ = cuda!(cuGraphDestroy(graph));

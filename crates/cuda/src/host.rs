@@ -19,11 +19,13 @@ pub(crate) struct HostSlab {
     base: *mut u8,
     len: usize,
     locked: bool,
+    /// Bytes that this process has more since it is there, as the kernel counts them.
+    pub resident: u64,
 }
 
 impl HostSlab {
     pub fn empty() -> HostSlab {
-        HostSlab { base: ptr::null_mut(), len: 0, locked: false }
+        HostSlab { base: ptr::null_mut(), len: 0, locked: false, resident: 0 }
     }
 
     /// # Errors
@@ -35,6 +37,7 @@ impl HostSlab {
         if len == 0 {
             return Ok(HostSlab::empty());
         }
+        let before = resident();
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: an anonymous private mapping at an address of the kernel's choice.
@@ -44,12 +47,13 @@ impl HostSlab {
         }
         // SAFETY: the mapping just made; advice that is not taken does no harm.
         unsafe { libc::madvise(base, len, libc::MADV_HUGEPAGE) };
-        let mut slab = HostSlab { base: base.cast(), len, locked: false };
+        let mut slab = HostSlab { base: base.cast(), len, locked: false, resident: 0 };
         slab.touch();
         // Every context may use it: 1 is CU_MEMHOSTREGISTER_PORTABLE.
         cuda!(cuMemHostRegister_v2(slab.base.cast::<c_void>(), len, 1))
             .map_err(|e| refused(io::Error::other(e.to_string())))?;
         slab.locked = true;
+        slab.resident = resident().saturating_sub(before);
         Ok(slab)
     }
 
@@ -86,6 +90,15 @@ impl HostSlab {
         // SAFETY: checked, owned, and borrowed as long as the slice.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(at), len) }
     }
+}
+
+/// Resident bytes of this process (proc(5), `statm`); 0 where nobody says.
+fn resident() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages = text.split_whitespace().nth(1).and_then(|n| n.parse::<u64>().ok());
+    // SAFETY: no preconditions.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    pages.unwrap_or(0) * page.max(0) as u64
 }
 
 impl Drop for HostSlab {

@@ -51,18 +51,22 @@ impl Streams {
 /// Puts the ops of a section on their lanes' streams. All of them start where the
 /// compute lane's stream stands, and it goes on when all have ended: that is what a
 /// capture wants as well.
+///
+/// Returns its events: they must outlive a capture.
 pub(crate) fn run_section(
     launcher: &Launcher,
     waits: &Waits,
     ops: Range<usize>,
-) -> Result<(), CudaError> {
+) -> Result<Vec<Event>, CudaError> {
     let program = launcher.program;
     let compute = launcher.lanes[Lane::Compute.index()];
     let others = || launcher.lanes.iter().filter(|stream| **stream != compute);
+    let mut ends = Vec::new();
     if others().next().is_some() {
         let start = launcher.context.mark()?;
         start.record(compute)?;
         others().try_for_each(|stream| start.hold(*stream))?;
+        ends.push(start);
     }
     let awaited = waits.awaited();
     // By op; one launch has one event.
@@ -88,6 +92,8 @@ pub(crate) fn run_section(
         let end = launcher.context.mark()?;
         end.record(*stream)?;
         end.hold(compute)?;
+        ends.push(end);
     }
-    Ok(())
+    ends.extend(events.into_iter().map(|(_, event)| event));
+    Ok(ends)
 }

@@ -122,6 +122,8 @@ pub struct Taken {
     pub total: u64,
     /// Context, modules, libraries and captured sections.
     pub overhead: u64,
+    /// What the kernel made resident for the slab in host memory.
+    pub host: u64,
 }
 
 /// Why a device could not do what it was asked.

@@ -2,7 +2,9 @@
 
 use plimsoll_arch::DType;
 use plimsoll_plan::{Layout, Placement, Waits, h200_profile, lay_out, schedule};
-use plimsoll_program::{Class, Home, Op, OpKind, Phase, Program, Section, Tensor, TensorId, View};
+use plimsoll_program::{
+    Class, Home, Op, OpKind, Phase, Program, Section, Shard, Tensor, TensorId, View,
+};
 use proptest::prelude::*;
 
 const ELEMENTS: usize = 1 << 24;
@@ -14,6 +16,7 @@ fn tensor(name: &str, home: Home, resident: bool) -> Tensor {
         dtype: DType::Bf16,
         class: Class::OptimizerState,
         home,
+        shard: Shard::Whole,
         resident,
     }
 }

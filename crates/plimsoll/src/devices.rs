@@ -9,6 +9,7 @@ use plimsoll_program::Target;
 use crate::exit::Stop;
 use crate::ranks::Member;
 use crate::recipe_args::Precision;
+use crate::units;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DeviceArg {
@@ -75,6 +76,35 @@ impl DeviceArg {
             DeviceArg::Cpu => Box::new(CpuDevice::in_group(slabs, member.threads, group)?),
             DeviceArg::Cuda => Box::new(CudaDevice::in_group(slabs, member.ordinal, group)?),
         })
+    }
+
+    /// Bytes that both slabs take of the memory of the device: on the CPU all of it.
+    pub fn slab_bytes(self, slabs: SlabSizes) -> u64 {
+        match self {
+            DeviceArg::Cpu => slabs.device + slabs.host,
+            DeviceArg::Cuda => slabs.device,
+        }
+    }
+
+    /// Refuses a slab in host memory that is larger than the host's: `given`, or what
+    /// the kernel says. (What is locked cannot be swapped out.)
+    ///
+    /// # Errors
+    /// Status 3.
+    pub fn host_must_fit(self, slabs: SlabSizes, given: Option<u64>) -> Result<(), Stop> {
+        if self == DeviceArg::Cpu || slabs.host == 0 {
+            return Ok(());
+        }
+        let own = || plimsoll_measure::machine_memory_limit().map_err(Stop::input);
+        let limit = given.map_or_else(own, Ok)?;
+        if slabs.host <= limit {
+            return Ok(());
+        }
+        Err(Stop::DoesNotFit(format!(
+            "offload needs {} of page-locked host memory, of {}: offload less, use              --optimizer-dtype bf16 or --optimizer adamw8bit, or, where the machine's memory grows              with its use, say how far with --host-memory",
+            units::bytes(slabs.host),
+            units::bytes(limit)
+        )))
     }
 
     /// Reserves the slabs.

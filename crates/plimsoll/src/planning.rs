@@ -8,9 +8,9 @@ use plimsoll_cpu::CpuTarget;
 use plimsoll_cuda::{CudaTarget, device_info};
 use plimsoll_infer::InferPlan;
 use plimsoll_plan::{
-    DeviceKind, DeviceProfile, Layout, Peers, PlanReport, gpu, live_bytes, plan_report,
+    DeviceKind, DeviceProfile, Layout, Peers, PlanReport, SlabSizes, gpu, live_bytes, plan_report,
 };
-use plimsoll_program::{Class, Method, Program, Recipe, Recompute, RecomputePlan, Target};
+use plimsoll_program::{Class, Method, Offload, Program, Recipe, Recompute, RecomputePlan, Target};
 use plimsoll_report::{Timeline, TimelineOp};
 use plimsoll_train::TrainPlan;
 
@@ -197,6 +197,9 @@ impl Planner {
                 ));
             }
         }
+        if recipe.method == Method::Full && recipe.offload == Offload::None {
+            lines.extend(self.offload_advice(arch, recipe));
+        }
         if lines.is_empty() && recipe.seq > 1 {
             let with = |seq| Recipe { batch: 1, seq, ..recipe.clone() };
             if let Some((seq, report)) = self.largest_batch(arch, with, recipe.seq) {
@@ -213,6 +216,32 @@ impl Planner {
             ));
         }
         lines
+    }
+
+    /// What fits with optimizer state, and with weights too, in host memory.
+    fn offload_advice(&self, arch: &Architecture, recipe: &Recipe) -> Vec<String> {
+        let offloads = [Offload::Optimizer, Offload::OptimizerWeights];
+        let line = |offload: Offload| {
+            let with = |batch| Recipe {
+                recompute: RecomputePlan::uniform(Recompute::Block),
+                max_grad_norm: None,
+                optimizer_in_backward: true,
+                accumulate: 1,
+                offload,
+                batch,
+                ..recipe.clone()
+            };
+            let (batch, report) = self.largest_batch(arch, with, recipe.batch * 2)?;
+            Some(format!(
+                "offload={} (recompute block, optimizer in backward, max-grad-norm 0) fits \
+                 batch {batch} ({} and {} of host memory, {:.0} tokens/s)",
+                offload.name(),
+                units::bytes(report.peak_bytes + report.overhead_bytes),
+                units::bytes(report.host_bytes),
+                report.tokens_per_second
+            ))
+        };
+        offloads.into_iter().filter_map(line).collect()
     }
 
     /// The largest value up to `most` whose recipe fits.
@@ -250,6 +279,11 @@ pub struct Planned {
 }
 
 impl Planned {
+    /// What a device must reserve.
+    pub fn slabs(&self) -> SlabSizes {
+        self.layout.slabs()
+    }
+
     /// Live bytes over the ops of a step, by class, for a chart.
     pub fn timeline(&self, title: String) -> Timeline {
         let live = live_bytes(&self.program, &self.layout);

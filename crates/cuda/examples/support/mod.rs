@@ -2,6 +2,7 @@
 
 pub mod few_rows;
 pub mod golden;
+pub mod offload;
 pub mod ops;
 pub mod steps;
 pub mod token;

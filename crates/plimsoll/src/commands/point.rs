@@ -8,7 +8,7 @@ use clap::Args;
 use plimsoll_data::Batch;
 use plimsoll_measure::Resident;
 use plimsoll_model::{init_adapter, init_state, init_weights, load_weights};
-use plimsoll_plan::{Device, schedule};
+use plimsoll_plan::{Device, Taken, schedule};
 use plimsoll_train::{Batches, MicroBatch, PackedBatches, Session, TrainPlan};
 use serde_json::{Value, json};
 
@@ -74,6 +74,7 @@ pub struct PlannedPoint {
     pub kind: DeviceArg,
     /// Planned, of a step.
     pub seconds: f64,
+    host_memory: Option<u64>,
     rows: Rows,
 }
 
@@ -113,6 +114,9 @@ pub struct Measured {
     pub measured_bytes: u64,
     /// Outside the slab, where a driver counts it.
     pub overhead_bytes: Option<u64>,
+    /// Slab in page-locked host memory: planned, and as the kernel counts it.
+    pub host_bytes: u64,
+    pub measured_host_bytes: Option<u64>,
     pub lower_bound_bytes: u64,
     pub slab_bytes: u64,
     pub memory_limit_bytes: u64,
@@ -136,6 +140,8 @@ impl Measured {
             "peak_allocated_bytes": self.lower_bound_bytes,
             "peak_reserved_bytes": self.slab_bytes,
             "overhead_bytes": self.overhead_bytes,
+            "host_bytes": self.host_bytes,
+            "measured_host_bytes": self.measured_host_bytes,
             "iterations_per_second": 1.0 / median,
             "tokens_per_second": self.tokens / median,
             "seconds_per_iteration": median,
@@ -166,12 +172,13 @@ impl PlannedPoint {
         let documents = if args.full_rows { seq as f64 } else { document_tokens(&rows) };
         let seconds = schedule(&plan.train, &plan.train_layout, &planner.device, Some(documents))
             .step_seconds;
-        Ok(PlannedPoint { model, plan, planner, kind, seconds, rows })
+        let host_memory = args.recipe.host_memory;
+        Ok(PlannedPoint { model, plan, planner, kind, seconds, host_memory, rows })
     }
 
     /// Slab and what the driver takes beside it.
     pub fn bytes(&self) -> u64 {
-        self.plan.slab_bytes() + self.planner.device.overhead_bytes
+        self.kind.slab_bytes(self.plan.slabs()) + self.planner.device.overhead_bytes
     }
 
     fn memory_limit(&self) -> u64 {
@@ -187,7 +194,7 @@ impl PlannedPoint {
             DeviceArg::Cuda => 0,
         };
         if self.bytes().saturating_add(process) <= self.memory_limit() {
-            return Ok(());
+            return self.kind.host_must_fit(self.plan.slabs(), self.host_memory);
         }
         Err(Stop::DoesNotFit(format!(
             "the plan needs {} and the process {}, of {}",
@@ -228,7 +235,7 @@ impl PlannedPoint {
         let share = growth.most()? / ranks as u64;
         let measured = all.into_iter().map(|(loss, seconds, taken)| {
             let bytes = taken.map_or(share, |t| t.total);
-            self.measured(bytes, taken.map(|t| t.overhead), loss, seconds)
+            self.measured(bytes, taken, loss, seconds)
         });
         Ok(measured.collect())
     }
@@ -236,7 +243,7 @@ impl PlannedPoint {
     fn measured(
         &self,
         measured_bytes: u64,
-        overhead_bytes: Option<u64>,
+        taken: Option<Taken>,
         loss: f32,
         seconds: Vec<f64>,
     ) -> Measured {
@@ -245,7 +252,9 @@ impl PlannedPoint {
         Measured {
             planned_bytes: self.bytes(),
             measured_bytes,
-            overhead_bytes,
+            overhead_bytes: taken.map(|t| t.overhead),
+            host_bytes: self.plan.slabs().host,
+            measured_host_bytes: taken.map(|t| t.host),
             lower_bound_bytes: self.plan.train_layout.lower_bound,
             slab_bytes: self.plan.slab_bytes(),
             memory_limit_bytes: self.memory_limit(),
@@ -306,7 +315,7 @@ impl Ready {
             Some(taken) => taken.total,
             None => self.growth.most()?,
         };
-        Ok(self.point.measured(measured_bytes, taken.map(|t| t.overhead), loss, seconds))
+        Ok(self.point.measured(measured_bytes, taken, loss, seconds))
     }
 }
 

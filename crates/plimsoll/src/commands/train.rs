@@ -107,6 +107,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
     }
     let planned = planner.plan(&model.arch, &recipe)?;
     planned.must_fit(&planner, &model.arch, &recipe)?;
+    kind.host_must_fit(planned.slabs(), args.recipe.host_memory)?;
 
     note!("tokenizer: {}", model.tokenizer_from);
     note!("chat template: {}", model.template.reason);
@@ -123,6 +124,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let old = (!old.is_empty()).then(|| PathBuf::from(old));
     output::note(format_args!("{}", table(&planned.report)));
 
+    let planned_bytes = kind.slab_bytes(plan.slabs());
     let growth = Growth::start()?;
     let fingerprint = fingerprint(args, &model, &recipe, &rows, &options);
     let (local, leads) = (team.local(), team.leads());
@@ -133,7 +135,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
         let state = fill(args, &model, &plan, &mut *device, old.as_ref(), &fingerprint)?;
         let mut session = Session { plan: &plan, device: &mut *device };
         let (total, first) = (options.total_steps, state.step);
-        let mut progress = (rank == 0).then(|| Progress::new(total, first, plan.slab_bytes()));
+        let mut progress = (rank == 0).then(|| Progress::new(total, first, planned_bytes));
         let summary = run_loop(
             &mut session,
             &train,
@@ -163,7 +165,8 @@ pub fn run(args: &TrainArgs) -> Outcome {
             let mut value =
                 serde_json::to_value(&summary).map_err(|e| Stop::Failed(e.to_string()))?;
             if let Value::Object(fields) = &mut value {
-                fields.insert("planned_bytes".into(), plan.slab_bytes().into());
+                fields.insert("planned_bytes".into(), planned_bytes.into());
+                fields.insert("host_bytes".into(), plan.slabs().host.into());
                 fields.insert("measured_bytes".into(), measured.into());
                 fields.insert("out".into(), args.out.display().to_string().into());
             }
@@ -176,7 +179,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
                 units::seconds(summary.seconds),
                 summary.loss,
                 summary.tokens_per_second,
-                units::bytes(plan.slab_bytes()),
+                units::bytes(planned_bytes),
                 units::bytes(measured)
             );
             if let (Some(best), Some(step)) = (summary.best_validation_loss, summary.best_step) {
