@@ -107,10 +107,14 @@ impl Variables<'_> {
             Some(host) => host,
             None => self.text("MASTER_ADDR")?,
         };
-        let port = match (self.get)("MASTER_PORT") {
+        let mut port = match (self.get)("MASTER_PORT") {
             Some(_) => self.number("MASTER_PORT", 1 << 16)?,
             None => PORT.into(),
         };
+        // torchrun itself listens at that port, for its own store.
+        if (self.get)("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v == "True") {
+            port = if port == 0xffff { port - 1 } else { port + 1 };
+        }
         Ok(match host.contains(':') {
             true => format!("[{host}]:{port}"),
             false => format!("{host}:{port}"),
@@ -148,7 +152,11 @@ fn mpi(get: &dyn Fn(&str) -> Option<String>) -> Result<Launch, LaunchError> {
         ranks,
         local_rank: v.number("OMPI_COMM_WORLD_LOCAL_RANK", local_ranks.max(1))?,
         local_ranks,
-        address: v.address(host)?,
+        // Over MPI nobody needs it.
+        address: match v.address(host) {
+            Err(_) if cfg!(feature = "mpi") => String::new(),
+            address => address?,
+        },
     })
 }
 
@@ -217,6 +225,10 @@ mod tests {
             address: "node7:1234".into(),
         };
         assert_eq!(launch(&torchrun), Ok(Some(expected.clone())));
+        let mut elastic = torchrun.to_vec();
+        elastic.push(("TORCHELASTIC_USE_AGENT_STORE", "True"));
+        let found = launch(&elastic).unwrap().unwrap();
+        assert_eq!(found.address, "node7:1235", "torchrun is at 1234");
 
         let slurm = [
             ("SLURM_STEP_NUM_TASKS", "8"),

@@ -8,6 +8,8 @@
 mod communicator;
 mod error;
 mod launch;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod nccl;
 mod node_list;
 mod sum;
@@ -17,6 +19,8 @@ mod threads;
 pub use communicator::{AbortHandle, Communicator};
 pub use error::CommError;
 pub use launch::{Launch, LaunchError, Launcher};
+#[cfg(feature = "mpi")]
+pub use mpi::{Mpi, MpiSession};
 pub use nccl::{Nccl, Stream};
 pub use node_list::{NodeListError, expand_node_list};
 pub use tcp::Tcp;

@@ -1,10 +1,11 @@
 //! The ranks that train one model: threads of this process, one for each device; or
 //! processes, one for each rank, that torchrun, srun or mpirun has started.
 
+use std::any::Any;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use plimsoll_comm::{AbortHandle, Communicator, Launch, Tcp, threads};
+use plimsoll_comm::{AbortHandle, Communicator, Launch, Launcher, Tcp, threads};
 
 use crate::exit::Stop;
 use crate::output;
@@ -26,6 +27,8 @@ pub struct Team {
     /// Machines.
     nodes: usize,
     members: Vec<Member>,
+    /// What must outlive all members, and end in this thread.
+    _session: Option<Box<dyn Any>>,
 }
 
 /// How long ranks wait for each other at the start.
@@ -56,13 +59,11 @@ impl Team {
         }
         let Launch { rank, ranks, local_rank, local_ranks, address, .. } = launch;
         output::set_rank(rank);
-        note!("{ranks} ranks meet at {address}");
-        let group = Tcp::connect(rank, ranks, &address, PATIENCE)
-            .map_err(|e| Stop::Failed(e.to_string()))?;
+        let (group, session) = meet(launch.launcher, rank, ranks, &address)?;
         let threads = (crate::threads() / local_ranks.max(1)).max(1);
-        let group: Option<Box<dyn Communicator>> = Some(Box::new(group));
-        let members = vec![Member { rank, ordinal: local_rank, threads, group }];
-        Ok(Team { ranks, nodes: ranks.div_ceil(local_ranks.max(1)), members })
+        let members = vec![Member { rank, ordinal: local_rank, threads, group: Some(group) }];
+        let nodes = ranks.div_ceil(local_ranks.max(1));
+        Ok(Team { ranks, nodes, members, _session: session })
     }
 
     /// As many threads as there are ranks.
@@ -75,7 +76,7 @@ impl Team {
             threads: share,
             group: (!alone).then(|| Box::new(group) as Box<dyn Communicator>),
         });
-        Team { ranks: ranks.max(1), nodes: 1, members: members.collect() }
+        Team { ranks: ranks.max(1), nodes: 1, members: members.collect(), _session: None }
     }
 
     /// All ranks, those of other processes included.
@@ -147,6 +148,24 @@ impl Team {
             collect(count, &results)
         })
     }
+}
+
+type Met = (Box<dyn Communicator>, Option<Box<dyn Any>>);
+
+/// The other ranks: over MPI where mpirun has started them and this program was built
+/// with it, else over TCP.
+fn meet(launcher: Launcher, rank: usize, ranks: usize, address: &str) -> Result<Met, Stop> {
+    #[cfg(feature = "mpi")]
+    if launcher == Launcher::Mpi {
+        let (group, session) =
+            plimsoll_comm::Mpi::start().map_err(|e| Stop::Failed(e.to_string()))?;
+        note!("{ranks} ranks meet over MPI");
+        return Ok((Box::new(group), Some(Box::new(session))));
+    }
+    note!("{ranks} ranks, started by {}, meet at {address}", launcher.name());
+    let group = Tcp::connect(rank, ranks, address, PATIENCE)
+        .map_err(|e| Stop::Failed(e.to_string()))?;
+    Ok((Box::new(group), None))
 }
 
 /// Says that a rank is over, also where it panics.

@@ -180,6 +180,7 @@ pub fn check(report: &mut Report) {
         attention(report, dtype);
         loss(report, dtype);
         updates(report, dtype);
+        shares(report, dtype);
         updates_8bit(report, dtype);
     }
 }
@@ -500,6 +501,53 @@ fn updates(report: &mut Report, dtype: DType) {
         let limit = if dtype == Bf16 || state == Bf16 { 8e-3 } else { 1e-6 };
         c.compare(report, &format!("grad_norm, adamw, sgd {dtype} state {state}"), limit, &kinds);
     }
+}
+
+/// What several ranks need on each of them: conversions, the norm of a share of the
+/// gradients, and updates of the first rank's part of what is divided.
+fn shares(report: &mut Report, dtype: DType) {
+    for (other, elements) in [(F32, 5000), (Bf16, 4096), (F32, 77)] {
+        for accumulate in [false, true] {
+            let mut c = Case::default();
+            let x = c.random(&[1, elements], dtype);
+            let out = c.sum(&[1, elements], other, accumulate);
+            let what = format!("convert {dtype} to {other} {elements} add {accumulate}");
+            c.compare(report, &what, limit(other), &[OpKind::Convert { x, out, accumulate }]);
+        }
+    }
+    let mut c = Case::default();
+    let (step, norm, squares) = (c.step(), c.out(&[2], F32), c.out(&[1, 1], F32));
+    let (mut grads, mut kinds) = (Vec::new(), Vec::new());
+    for (stream, rows) in [8usize, 64].into_iter().enumerate() {
+        let part = rows * 64;
+        let (param, grad) = (c.random(&[rows, 128], dtype), c.random(&[rows, 128], dtype));
+        let (m, v) = (c.random(&[rows, 128], F32), c.tensor(&[rows, 128], F32, vec![0.3; 2 * part]));
+        for tensor in [param, grad, m, v] {
+            c.program.tensors[tensor.index()].shard = Shard::Padded { ranks: 2, part };
+        }
+        grads.push(grad);
+        kinds.push(OpKind::AdamW {
+            param: c.view(param),
+            grad: c.view(grad),
+            m: c.view(m),
+            v: c.view(v),
+            step,
+            norm: Some(norm),
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            stream: stream as u32,
+        });
+    }
+    grads.push(c.random(&[100], dtype));
+    let mut all = vec![
+        OpKind::GradSquares { grads, squares },
+        OpKind::ClipFactor { squares, norm, max_norm: Some(1.0) },
+    ];
+    all.extend(kinds);
+    let limit = if dtype == Bf16 { 8e-3 } else { 1e-6 };
+    c.compare(report, &format!("a rank's share: norm, adamw {dtype}"), limit, &all);
 }
 
 /// What adapters need: products added in place to some columns, and dropout.

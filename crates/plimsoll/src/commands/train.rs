@@ -92,8 +92,9 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let (format, _) = args.data.formats()?;
     check(args)?;
     let model = open_model(&args.model)?;
-    let stop = interrupt::flag();
+    // Before signals ask for an orderly end: who waits for the others can just end.
     let mut team = Team::open(args.recipe.gpus)?;
+    let stop = interrupt::flag();
     let kind = DeviceArg::resolve(args.device);
     let stored = model.stored_quant();
     let mut recipe = args.recipe.recipe(&model.arch, stored, kind.default_precision())?;
