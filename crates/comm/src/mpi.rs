@@ -41,8 +41,7 @@ impl Mpi {
     /// # Errors
     /// MPI was started before, or allows calls from one thread alone.
     pub fn start() -> Result<(Mpi, MpiSession), CommError> {
-        let refused =
-            |cause: &str| CommError::Io { action: "start MPI", cause: cause.to_owned() };
+        let refused = |cause: &str| CommError::Io { action: "start MPI", cause: cause.to_owned() };
         let started = mpi::initialize_with_threading(Threading::Serialized);
         let (universe, threading) = started.ok_or_else(|| refused("it runs already"))?;
         if threading < Threading::Serialized {

@@ -676,7 +676,14 @@ impl Memory<'_> {
                 with_elem!(
                     self.dtype(m.tensor),
                     S,
-                    kernels::adamw(p, g, self.view::<S>(m), self.view::<S>(v), &hyper, rounding)
+                    kernels::adamw(
+                        p,
+                        g,
+                        self.updated::<S>(m),
+                        self.updated::<S>(v),
+                        &hyper,
+                        rounding
+                    )
                 );
             }
             OpKind::AdamW8bit {
@@ -706,10 +713,10 @@ impl Memory<'_> {
                     grad_scale: self.clip(*norm),
                 };
                 let state = State8bit {
-                    m: self.view(m),
-                    v: self.view(v),
-                    m_absmax: self.view(m_absmax),
-                    v_absmax: self.view(v_absmax),
+                    m: self.updated(m),
+                    v: self.updated(v),
+                    m_absmax: self.updated(m_absmax),
+                    v_absmax: self.updated(v_absmax),
                 };
                 let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
                 let rounding = self.rounding(&scalars, *stream, param);
@@ -723,7 +730,7 @@ impl Memory<'_> {
                 let dtype = velocity.map_or(DType::F32, |v| self.dtype(v.tensor));
                 with_elem!(dtype, S, {
                     // A velocity starts at zero, so the first step needs no case of its own.
-                    let velocity = velocity.map(|v| (self.view::<S>(&v), *momentum, false));
+                    let velocity = velocity.map(|v| (self.updated::<S>(&v), *momentum, false));
                     kernels::sgd(p, g, velocity, rates, rounding);
                 });
             }

@@ -125,11 +125,22 @@ impl Team {
     /// # Errors
     /// That of the rank that failed first.
     pub fn run<I: Send, T: Send>(
-        self,
-        inputs: Vec<I>,
+        mut self,
+        mut inputs: Vec<I>,
         work: impl Fn(Member, I) -> Result<T, Stop> + Sync,
     ) -> Result<Vec<T>, Stop> {
         let count = self.members.len();
+        if count == 1
+            && let (Some(member), Some(input)) = (self.members.pop(), inputs.pop())
+        {
+            // No thread beside this one.
+            let abort = member.group.as_ref().map(|g| g.abort_handle());
+            let result = work(member, input);
+            if let (Err(stop), Some(abort)) = (&result, abort) {
+                abort(&stop.to_string());
+            }
+            return Ok(vec![result?]);
+        }
         let (done, results) = mpsc::channel();
         std::thread::scope(|scope| {
             for (place, (member, input)) in self.members.into_iter().zip(inputs).enumerate() {
@@ -163,8 +174,8 @@ fn meet(launcher: Launcher, rank: usize, ranks: usize, address: &str) -> Result<
         return Ok((Box::new(group), Some(Box::new(session))));
     }
     note!("{ranks} ranks, started by {}, meet at {address}", launcher.name());
-    let group = Tcp::connect(rank, ranks, address, PATIENCE)
-        .map_err(|e| Stop::Failed(e.to_string()))?;
+    let group =
+        Tcp::connect(rank, ranks, address, PATIENCE).map_err(|e| Stop::Failed(e.to_string()))?;
     Ok((Box::new(group), None))
 }
 

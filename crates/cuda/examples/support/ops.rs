@@ -521,7 +521,8 @@ fn shares(report: &mut Report, dtype: DType) {
     for (stream, rows) in [8usize, 64].into_iter().enumerate() {
         let part = rows * 64;
         let (param, grad) = (c.random(&[rows, 128], dtype), c.random(&[rows, 128], dtype));
-        let (m, v) = (c.random(&[rows, 128], F32), c.tensor(&[rows, 128], F32, vec![0.3; 2 * part]));
+        let (m, v) =
+            (c.random(&[rows, 128], F32), c.tensor(&[rows, 128], F32, vec![0.3; 2 * part]));
         for tensor in [param, grad, m, v] {
             c.program.tensors[tensor.index()].shard = Shard::Padded { ranks: 2, part };
         }
