@@ -540,7 +540,7 @@ LANES = {
     "smollm2": [("loss curves: SmolLM2-135M", curves_smollm2)],
     "ops": [("ops", parts("ops"))],
     "steps": [("steps, prefill, decoding", parts("train", "infer"))],
-    "offload": [("offload: same bits", parts("offload"))],
+    "offload": [("offload: same bits", parts("offload", timeout=300))],
     "attention": [("attention, portable kernels", parts("attention", extra={"PLIMSOLL_ATTENTION": "portable"})),
                   ("attention, simple kernels", parts("attention", extra={"PLIMSOLL_ATTENTION": "simple"}))],
     "missing": [("no GPU visible", no_gpu),

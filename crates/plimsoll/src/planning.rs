@@ -198,7 +198,7 @@ impl Planner {
             }
         }
         if recipe.method == Method::Full && recipe.offload == Offload::None {
-            lines.extend(self.offload_advice(arch, recipe));
+            lines.extend(self.offload_advice(arch, recipe, planned));
         }
         if lines.is_empty() && recipe.seq > 1 {
             let with = |seq| Recipe { batch: 1, seq, ..recipe.clone() };
@@ -219,7 +219,12 @@ impl Planner {
     }
 
     /// What fits with optimizer state, and with weights too, in host memory.
-    fn offload_advice(&self, arch: &Architecture, recipe: &Recipe) -> Vec<String> {
+    fn offload_advice(
+        &self,
+        arch: &Architecture,
+        recipe: &Recipe,
+        planned: &PlanReport,
+    ) -> Vec<String> {
         let offloads = [Offload::Optimizer, Offload::OptimizerWeights];
         let line = |offload: Offload| {
             let with = |batch| Recipe {
@@ -232,13 +237,14 @@ impl Planner {
                 ..recipe.clone()
             };
             let (batch, report) = self.largest_batch(arch, with, recipe.batch * 2)?;
+            let speed = report.tokens_per_second / planned.tokens_per_second - 1.0;
             Some(format!(
                 "offload={} (recompute block, optimizer in backward, max-grad-norm 0) fits \
-                 batch {batch} ({} and {} of host memory, {:.0} tokens/s)",
+                 batch {batch} ({} and {} of host memory, {:+.0} % tokens/s)",
                 offload.name(),
                 units::bytes(report.peak_bytes + report.overhead_bytes),
                 units::bytes(report.host_bytes),
-                report.tokens_per_second
+                speed * 100.0
             ))
         };
         offloads.into_iter().filter_map(line).collect()

@@ -421,3 +421,43 @@ impl Staged {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_cover_all_rows_and_begin_at_whole_blocks() {
+        let view = |rows: usize, cols: usize| View {
+            tensor: TensorId::new(0),
+            row: 0,
+            col: 0,
+            rows,
+            cols,
+            stride: cols,
+        };
+        for (rows, cols, most) in [
+            (28672, 4096, MOST_ELEMENTS),
+            (4096, 14336, MOST_ELEMENTS),
+            (128_256, 4096, MOST_ELEMENTS),
+            (6144, 4096, MOST_ELEMENTS),
+            (151_936, 896, MOST_ELEMENTS),
+            (300, 96, LEAST_ELEMENTS),
+            (17, 7, LEAST_ELEMENTS),
+            (1, 1, LEAST_ELEMENTS),
+        ] {
+            let pieces = row_pieces(&view(rows, cols), most);
+            assert_eq!((pieces[0].start, pieces.last().unwrap().end), (0, rows));
+            for pair in pieces.windows(2) {
+                assert_eq!(pair[0].end, pair[1].start);
+                assert!((pair[0].end * cols).is_multiple_of(PIECE_ALIGNMENT));
+            }
+            // Alignment makes a piece a little larger where rows are odd.
+            let largest = pieces.iter().map(|p| p.len() * cols).max().unwrap();
+            assert!(largest <= most + cols * PIECE_ALIGNMENT, "{largest}");
+            if rows * cols > 4 * MOST_ELEMENTS {
+                assert!(largest > most / 2 && largest <= most + most / 8, "{largest}");
+            }
+        }
+    }
+}
