@@ -148,6 +148,9 @@ impl Nccl {
             library.check("ncclGetUniqueId", unsafe { (library.get_unique_id)(&mut id) })?;
         }
         group.broadcast(&mut id.0, 0)?;
+        // From here on ranks wait for each other inside of NCCL: a rank that has failed
+        // before, for want of memory or of this library, must not be waited for there.
+        group.barrier()?;
         let mut handle = std::ptr::null_mut();
         let (ranks, rank) = (group.ranks() as c_int, group.rank() as c_int);
         // SAFETY: as above; blocks until all ranks are here.
