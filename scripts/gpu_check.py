@@ -412,6 +412,44 @@ def benchmark(b, lane):
             f" ms (planned {100 * planned:+.0f} %), {gib(row['measured_bytes'])}")
 
 
+INSIDE = ["--optimizer-in-backward", "--max-grad-norm", "0", "--optimizer-dtype", "bf16"]
+
+
+def offload_point(b, lane, model, batch, options, timeout, iterations=5):
+    """A point with its two memories held against the plan: the driver's figure and the kernel's."""
+    row = b.json(["point", "--device", "cuda", "--model", model, "--batch", str(batch), "--seq", "2048", "--full-rows",
+                  "--iterations", str(iterations), "--warmup", "2", "--host-memory", "120GiB", *INSIDE, *options],
+                 lane, timeout)
+    agree([dict(row, status="ok", point=" ".join(options))])
+    planned, measured = row["host_bytes"], row["measured_host_bytes"]
+    if abs(measured - planned) > max(0.01 * planned, 4 << 20):
+        raise Failed(f"{model} {options}: {measured} bytes of host memory measured, {planned} planned")
+    return row
+
+
+def figures(row):
+    planned = row["planned_seconds"] / row["seconds_per_iteration"] - 1
+    return (f"{row['seconds_per_iteration']:.3f} s (planned {100 * planned:+.0f} %), {row['tokens_per_second']:.0f}"
+            f" tokens/s, {row['measured_bytes'] / 1e9:.2f} + {row['measured_host_bytes'] / 1e9:.2f} GB")
+
+
+def offload_memory(b, lane):
+    rows = {}
+    for offload in ("none", "optimizer", "optimizer+weights", "optimizer+activations"):
+        rows[offload] = offload_point(b, lane, "qwen1.5-0.5b", 2, ["--offload", offload, "--recompute", "block"], 90)
+    losses = {row["loss"] for row in rows.values()}
+    if len(losses) > 1:
+        raise Failed(f"losses after 7 steps differ: {losses}")
+    return "; ".join(f"{name} {figures(row)}" for name, row in rows.items())
+
+
+def offload_8b(batch, offload, *options):
+    def check(b, lane):
+        row = offload_point(b, lane, "llama-3-8b", batch, ["--offload", offload, *options], 240, 6)
+        return figures(row)
+    return check
+
+
 # The program: what is missing is said.
 
 POINT = ["point", "--device", "cuda", "--model", "plimsoll-tiny", "--batch", "1", "--seq", "64", "--iterations", "1"]
@@ -502,6 +540,7 @@ LANES = {
     "smollm2": [("loss curves: SmolLM2-135M", curves_smollm2)],
     "ops": [("ops", parts("ops"))],
     "steps": [("steps, prefill, decoding", parts("train", "infer"))],
+    "offload": [("offload: same bits", parts("offload", timeout=300))],
     "attention": [("attention, portable kernels", parts("attention", extra={"PLIMSOLL_ATTENTION": "portable"})),
                   ("attention, simple kernels", parts("attention", extra={"PLIMSOLL_ATTENTION": "simple"}))],
     "missing": [("no GPU visible", no_gpu),
@@ -511,7 +550,14 @@ LANES = {
 ALONE = [("memory outside the slab", parts("memory")),
          ("sweep into a limit", sweep),
          ("sweep to the end of memory", end_of_memory),
-         ("benchmark", benchmark)]
+         ("benchmark", benchmark),
+         ("offload: planned and measured", offload_memory)]
+# Minutes and tens of gigabytes each: only where their names are asked for.
+ASKED = [("8b offload: batch 1", offload_8b(1, "optimizer")),
+         ("8b offload: batch 8", offload_8b(8, "optimizer", "--recompute", "block")),
+         ("8b offload: batch 8, without", offload_8b(8, "none", "--recompute", "block")),
+         ("8b offload: batch 4, weights too", offload_8b(4, "optimizer+weights", "--recompute", "block")),
+         ("8b offload: batch 4, activations", offload_8b(4, "optimizer+activations", "--recompute", "block"))]
 
 
 class Result:
@@ -535,9 +581,18 @@ def perform(b, lane, name, check):
     return result
 
 
+def chosen(words):
+    """All checks but those that must be asked for; with words, those whose names begin with one of them."""
+    if not words:
+        return LANES, ALONE
+    wanted = lambda checks: [(name, check) for name, check in checks if any(name.startswith(w) for w in words)]
+    lanes = {lane: wanted(checks) for lane, checks in LANES.items()}
+    return {lane: checks for lane, checks in lanes.items() if checks}, wanted(ALONE + ASKED)
+
+
 def perform_all(b, lanes, alone):
     results = []
-    workers = max(1, min(len(lanes), b.cores // 4))
+    workers = max(1, min(len(lanes), b.cores // 4)) if lanes else 1
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         run = lambda lane: [perform(b, lane, name, check) for name, check in lanes[lane]]
         for found in pool.map(run, lanes):
@@ -610,7 +665,7 @@ def main():
             return 1
         b.memory = int(memory[2])
         print(f"{memory[1]}, {gib(b.memory)}; {smollm2}", flush=True)
-        results = perform_all(b, LANES, ALONE)
+        results = perform_all(b, *chosen(sys.argv[1:]))
         heading = f"\n{memory[1]}, {built}, {smollm2}; {time.monotonic() - began:.0f} s"
     text = table(results, heading)
     log.write(text)

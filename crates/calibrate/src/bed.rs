@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use plimsoll_arch::DType;
 use plimsoll_plan::{ALIGNMENT, Device, DeviceError, DeviceKind, Layout, Placement};
-use plimsoll_program::{Class, OpKind, Program, Target};
+use plimsoll_program::{Class, Home, OpKind, Program, Target};
 
 use crate::case::{Case, Fill, STREAMS, each_op, step_words};
 use crate::grid::Grid;
@@ -162,7 +162,7 @@ impl<'a> Bed<'a> {
         let mut at = 0;
         while at < bytes {
             let len = (bytes - at).min(PIECE as u64) as usize;
-            self.device.upload(offset + at, len, &mut |to| {
+            self.device.upload(Home::Device, offset + at, len, &mut |to| {
                 to.copy_from_slice(&random[..len]);
                 // Sign and most of the exponent of a bf16, and of a float32, are in every
                 // second byte.
@@ -208,7 +208,7 @@ impl<'a> Bed<'a> {
 
     /// Waits for all that runs.
     pub fn wait(&mut self) -> Result<(), DeviceError> {
-        self.device.download(0, 4, &mut |_| Ok(()))
+        self.device.download(Home::Device, 0, 4, &mut |_| Ok(()))
     }
 
     /// Seconds of one op, and the bytes that it moves by the count of
@@ -354,7 +354,7 @@ impl<'a> Bed<'a> {
         let mut at = 0;
         while at < bytes {
             let len = (bytes - at).min(PIECE as u64 / 2) as usize;
-            self.device.upload(offset + at, len, &mut |to| {
+            self.device.upload(Home::Device, offset + at, len, &mut |to| {
                 for (to, x) in to.chunks_exact_mut(4).zip(random.chunks_exact(2)) {
                     let word = u32::from(x[0]) << 16 | u32::from(x[1]);
                     let spread = word.wrapping_mul(0x9e37_79b1) >> 4;
@@ -369,7 +369,7 @@ impl<'a> Bed<'a> {
 
     fn words(&mut self, offset: u64, words: &[u32]) -> Result<(), DeviceError> {
         let words: &[u8] = bytemuck::cast_slice(words);
-        self.device.upload(offset, words.len(), &mut |to| {
+        self.device.upload(Home::Device, offset, words.len(), &mut |to| {
             to.copy_from_slice(words);
             Ok(())
         })
@@ -418,19 +418,19 @@ impl<'a> Bed<'a> {
                         // On the CPU the memory itself is written and read.
                         0 if self.kind == DeviceKind::Cpu => {
                             let random: &[u8] = bytemuck::cast_slice(&self.random);
-                            self.device.upload(at, PIECE, &mut |to| {
+                            self.device.upload(Home::Device, at, PIECE, &mut |to| {
                                 to.copy_from_slice(random);
                                 Ok(())
                             })?;
                         }
-                        0 => self.device.upload(at, PIECE, &mut |_| Ok(()))?,
+                        0 => self.device.upload(Home::Device, at, PIECE, &mut |_| Ok(()))?,
                         _ if self.kind == DeviceKind::Cpu => {
-                            self.device.download(at, PIECE, &mut |from| {
+                            self.device.download(Home::Device, at, PIECE, &mut |from| {
                                 keep = from.iter().fold(keep, |k, b| k ^ b);
                                 Ok(())
                             })?;
                         }
-                        _ => self.device.download(at, PIECE, &mut |_| Ok(()))?,
+                        _ => self.device.download(Home::Device, at, PIECE, &mut |_| Ok(()))?,
                     }
                     bytes += PIECE;
                     if start.elapsed() > limit {

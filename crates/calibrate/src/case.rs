@@ -5,8 +5,8 @@ use plimsoll_arch::DType::{self, Bf16, F32, I32};
 use plimsoll_plan::Orientation;
 use plimsoll_program::{
     AttentionShape, Class, Codebook, Home, NESTED_BLOCK, Nested, Op, OpKind, Phase, Program,
-    QUANT_BLOCK, QuantizedMatrix, QuantizedPart, Section, StepScalars, Target, Tensor, TensorId,
-    View,
+    QUANT_BLOCK, QuantizedMatrix, QuantizedPart, Section, Shard, StepScalars, Target, Tensor,
+    TensorId, View,
 };
 
 use crate::grid::Grid;
@@ -70,6 +70,7 @@ impl Case {
             dtype,
             class,
             home: Home::Device,
+            shard: Shard::Whole,
             resident: fill != Fill::Result,
         });
         self.fills.push(fill);
@@ -275,12 +276,12 @@ pub(crate) const STREAMS: [Make; 23] = [
         let m_absmax = c.with(&blocks, F32, Fill::Positive);
         let v_absmax = c.with(&blocks, F32, Fill::Positive);
         OpKind::AdamW8bit {
-            param,
-            grad,
-            m,
-            v,
-            m_absmax,
-            v_absmax,
+            param: c.view(param),
+            grad: c.view(grad),
+            m: c.view(m),
+            v: c.view(v),
+            m_absmax: c.view(m_absmax),
+            v_absmax: c.view(v_absmax),
             step: c.step(),
             norm: None,
             beta1: 0.9,
@@ -384,6 +385,7 @@ fn adamw(c: &mut Case, dtype: DType, rows: usize, cols: usize, state: DType) -> 
     let shape = [rows, cols];
     let (param, grad) = (c.changing(&shape, dtype), c.source(&shape, dtype));
     let (m, v) = (c.changing(&shape, state), c.with(&shape, state, Fill::Positive));
+    let [param, grad, m, v] = [param, grad, m, v].map(|t| c.view(t));
     let (beta1, beta2, eps, weight_decay, stream) = (0.9, 0.999, 1e-8, 0.01, 0);
     let (step, norm) = (c.step(), None);
     OpKind::AdamW { param, grad, m, v, step, norm, beta1, beta2, eps, weight_decay, stream }
@@ -395,9 +397,9 @@ fn sgd(c: &mut Case, dtype: DType, rows: usize, cols: usize, momentum: bool) -> 
     let velocity = momentum.then(|| c.changing(&shape, F32));
     let (momentum, weight_decay, stream) = (if momentum { 0.9 } else { 0.0 }, 0.01, 0);
     OpKind::Sgd {
-        param,
-        grad,
-        velocity,
+        param: c.view(param),
+        grad: c.view(grad),
+        velocity: velocity.map(|t| c.view(t)),
         step: c.step(),
         norm: None,
         momentum,

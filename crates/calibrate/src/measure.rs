@@ -111,6 +111,7 @@ pub fn calibrate(
         products,
         attention,
         streams,
+        peers: None,
         check: Some(check),
     };
     profile.settled().map_err(|(field, what)| CalibrateError::Figure { field, what })

@@ -8,10 +8,11 @@ use std::time::Instant;
 
 use half::bf16;
 use plimsoll_arch::DType;
-use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout};
+use plimsoll_comm::{CommError, Communicator};
+use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout, SlabSizes};
 use plimsoll_program::{
-    AttentionShape, Codebook, Op, OpKind, Program, QuantizedPart, StepScalars, Target, TensorId,
-    View,
+    AttentionShape, Codebook, Home, Op, OpKind, Program, QuantizedPart, Shard, StepScalars, Target,
+    TensorId, View,
 };
 use plimsoll_quant::{AdamW8bit, DynamicMap, State8bit};
 
@@ -24,20 +25,53 @@ pub struct CpuTarget {
     pub threads: usize,
 }
 
-/// A slab in main memory and the threads that work on it.
+/// Slabs in main memory and the threads that work on them.
 pub struct CpuDevice {
-    slab: Slab,
+    slabs: Slabs,
+    sizes: SlabSizes,
     pool: Pool,
+    /// The other ranks; none for one alone.
+    group: Option<Box<dyn Communicator>>,
+}
+
+/// The memory of both homes: here they are alike.
+struct Slabs {
+    device: Slab,
+    host: Slab,
+}
+
+impl Slabs {
+    fn of(&self, home: Home) -> &Slab {
+        match home {
+            Home::Device => &self.device,
+            Home::Host => &self.host,
+        }
+    }
 }
 
 impl CpuDevice {
-    /// Starts the threads, then reserves the slab.
+    /// Starts the threads, then reserves the slabs.
     ///
     /// # Errors
     /// The system refuses threads or memory.
-    pub fn new(slab_bytes: u64, threads: usize) -> Result<CpuDevice, DeviceError> {
+    pub fn new(sizes: impl Into<SlabSizes>, threads: usize) -> Result<CpuDevice, DeviceError> {
+        let sizes = sizes.into();
         let pool = Pool::new(threads).map_err(|cause| DeviceError::Source(Box::new(cause)))?;
-        Ok(CpuDevice { slab: Slab::reserve(slab_bytes)?, pool })
+        let slabs =
+            Slabs { device: Slab::reserve(sizes.device)?, host: Slab::reserve(sizes.host)? };
+        Ok(CpuDevice { slabs, sizes, pool, group: None })
+    }
+
+    /// As [`CpuDevice::new`], for one rank of a group.
+    ///
+    /// # Errors
+    /// The system refuses threads or memory.
+    pub fn in_group(
+        sizes: impl Into<SlabSizes>,
+        threads: usize,
+        group: Box<dyn Communicator>,
+    ) -> Result<CpuDevice, DeviceError> {
+        Ok(CpuDevice { group: Some(group), ..CpuDevice::new(sizes, threads)? })
     }
 
     pub fn threads(&self) -> usize {
@@ -46,28 +80,41 @@ impl CpuDevice {
 }
 
 impl Device for CpuDevice {
-    fn slab_bytes(&self) -> u64 {
-        self.slab.len() as u64
+    fn slabs(&self) -> SlabSizes {
+        self.sizes
     }
 
     fn upload(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         // SAFETY: `&mut self` excludes a running program.
-        fill(unsafe { self.slab.slice(offset, len) })
+        fill(unsafe { self.slabs.of(home).slice(offset, len) })
     }
 
     fn download(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         // SAFETY: as above.
-        read(unsafe { self.slab.slice(offset, len) })
+        read(unsafe { self.slabs.of(home).slice(offset, len) })
+    }
+
+    fn rank(&self) -> usize {
+        self.group.as_ref().map_or(0, |g| g.rank())
+    }
+
+    fn group(&mut self) -> Option<&mut dyn Communicator> {
+        match &mut self.group {
+            Some(group) => Some(&mut **group),
+            None => None,
+        }
     }
 
     fn run(
@@ -76,14 +123,14 @@ impl Device for CpuDevice {
         layout: &Layout,
         section: usize,
     ) -> Result<(), DeviceError> {
-        let memory = Memory { slab: &self.slab, program, layout };
+        let (memory, group) = memory(&self.slabs, program, layout, &mut self.group);
         let ops = program.sections[section].ops.clone();
         self.pool.install(|| {
             for op in &program.ops[ops] {
-                memory.run(op);
+                memory.run_in(op, group)?;
             }
-        });
-        Ok(())
+            Ok(())
+        })
     }
 
     fn profile(
@@ -92,24 +139,35 @@ impl Device for CpuDevice {
         layout: &Layout,
         section: usize,
     ) -> Result<Vec<LaunchTime>, DeviceError> {
-        let memory = Memory { slab: &self.slab, program, layout };
+        let (memory, group) = memory(&self.slabs, program, layout, &mut self.group);
         let ops = program.sections[section].ops.clone();
-        Ok(self.pool.install(|| {
+        self.pool.install(|| {
             let time = |at: usize| {
                 let started = Instant::now();
-                memory.run(&program.ops[at]);
-                LaunchTime { ops: at..at + 1, seconds: started.elapsed().as_secs_f64() }
+                memory.run_in(&program.ops[at], group)?;
+                Ok(LaunchTime { ops: at..at + 1, seconds: started.elapsed().as_secs_f64() })
             };
             ops.map(time).collect()
-        }))
+        })
     }
 }
 
-/// The tensors of one program, as slices of the slab.
-struct Memory<'a> {
-    slab: &'a Slab,
+fn memory<'a, 'g>(
+    slabs: &'a Slabs,
     program: &'a Program,
     layout: &'a Layout,
+    group: &'g mut Option<Box<dyn Communicator>>,
+) -> (Memory<'a>, &'g mut Option<Box<dyn Communicator>>) {
+    let rank = group.as_ref().map_or(0, |g| g.rank());
+    (Memory { slabs, program, layout, rank }, group)
+}
+
+/// The tensors of one program, as slices of the slabs.
+struct Memory<'a> {
+    slabs: &'a Slabs,
+    program: &'a Program,
+    layout: &'a Layout,
+    rank: usize,
 }
 
 /// Calls `$body` with `$E` as the element type of the tensor.
@@ -136,8 +194,33 @@ impl<'a> Memory<'a> {
     fn all<T: bytemuck::Pod>(&self, tensor: TensorId) -> &'a mut [T] {
         let t = self.program.tensor(tensor);
         debug_assert_eq!(size_of::<T>(), t.dtype.bytes(), "{}", t.name);
+        let (slab, elements) = (self.slabs.of(t.home), t.held(self.rank).len());
         // SAFETY: see above; one op runs at a time.
-        unsafe { self.slab.slice(self.layout.offset(tensor), t.elements()) }
+        unsafe { slab.slice(self.layout.offset(tensor), elements) }
+    }
+
+    /// The elements of a tensor that this rank answers for.
+    fn part<T: bytemuck::Pod>(&self, tensor: TensorId) -> &'a mut [T] {
+        let t = self.program.tensor(tensor);
+        match t.shard {
+            Shard::Padded { .. } => &mut self.all::<T>(tensor)[t.part(self.rank)],
+            Shard::Whole | Shard::Part { .. } => self.all::<T>(tensor),
+        }
+    }
+
+    /// An operand of an update: of what is divided over the ranks, this one's part.
+    fn updated<T: bytemuck::Pod>(&self, view: &View) -> &'a mut [T] {
+        match self.program.tensor(view.tensor).shard {
+            Shard::Whole => self.view(view),
+            Shard::Padded { .. } | Shard::Part { .. } => self.part(view.tensor),
+        }
+    }
+
+    /// All bytes of a tensor, padding included.
+    fn bytes(&self, tensor: TensorId) -> &'a mut [u8] {
+        let t = self.program.tensor(tensor);
+        // SAFETY: as for `all`.
+        unsafe { self.slabs.of(t.home).slice(self.layout.offset(tensor), t.bytes() as usize) }
     }
 
     /// The elements from the first to the last of a view.
@@ -178,7 +261,7 @@ impl<'a> Memory<'a> {
             OpKind::AdamW { param, .. }
             | OpKind::AdamW8bit { param, .. }
             | OpKind::Sgd { param, .. } => {
-                with_elem!(self.dtype(*param), E, self.update::<E>(&op.kind));
+                with_elem!(self.dtype(param.tensor), E, self.update::<E>(&op.kind));
             }
             // Logits are float32 whatever the weights are.
             OpKind::Linear { w, y, .. } => {
@@ -198,7 +281,22 @@ impl<'a> Memory<'a> {
                 }
             }
             OpKind::GradNorm { grads, norm, max_norm } => {
-                self.grad_norm(grads, *norm, *max_norm);
+                self.clip_factor(self.squares(grads), *norm, *max_norm);
+            }
+            OpKind::GradSquares { grads, squares } => {
+                let whole = |g: &TensorId| self.program.tensor(*g).shard == Shard::Whole;
+                // What every rank has alike is counted once.
+                let counted = grads.iter().filter(|g| self.rank == 0 || !whole(g));
+                self.all::<f32>(*squares)[0] = self.squares(counted) as f32;
+            }
+            OpKind::ClipFactor { squares, norm, max_norm } => {
+                let total = f64::from(self.all::<f32>(*squares)[0]);
+                self.clip_factor(total, *norm, *max_norm);
+            }
+            OpKind::Convert { x, out, accumulate } => {
+                with_elem!(self.dtype(*x), X, {
+                    with_elem!(self.dtype(*out), Y, self.convert::<X, Y>(*x, *out, *accumulate));
+                });
             }
             OpKind::SumLosses { losses, step, total, accumulate } => {
                 let sum: f64 = self.all::<f32>(*losses).iter().map(|x| f64::from(*x)).sum();
@@ -212,6 +310,7 @@ impl<'a> Memory<'a> {
                     *out = kernels::argmax(row);
                 }
             }
+            OpKind::ToDevice { from, to } | OpKind::ToHost { from, to } => self.copy(from, to),
             OpKind::CrossEntropy { logits, .. } => {
                 with_elem!(self.dtype(*logits), E, self.model_op::<E>(&op.kind, ws));
             }
@@ -465,14 +564,23 @@ impl Memory<'_> {
                     out.copy_from_slice(&x[*row as usize * c..][..c]);
                 }
             }
-            OpKind::Linear { .. }
+            OpKind::AllGather { .. }
+            | OpKind::ReduceScatter { .. }
+            | OpKind::AllReduce { .. }
+            | OpKind::Hold { .. }
+            | OpKind::Convert { .. }
+            | OpKind::GradSquares { .. }
+            | OpKind::ClipFactor { .. }
+            | OpKind::Linear { .. }
             | OpKind::LinearQuantized { .. }
             | OpKind::Argmax { .. }
             | OpKind::SumLosses { .. }
             | OpKind::GradNorm { .. }
             | OpKind::AdamW { .. }
             | OpKind::AdamW8bit { .. }
-            | OpKind::Sgd { .. } => unreachable!("handled by `run`"),
+            | OpKind::Sgd { .. }
+            | OpKind::ToDevice { .. }
+            | OpKind::ToHost { .. } => unreachable!("handled by `run`"),
         }
     }
 
@@ -489,13 +597,47 @@ impl Memory<'_> {
         QuantizedSlice { codebook: codebook.values(), codes: self.all(part.codes), scales }
     }
 
-    /// norm[0] = the global norm, norm[1] = the factor that clips to `max_norm`.
-    fn grad_norm(&self, grads: &[TensorId], norm: TensorId, max_norm: Option<f32>) {
-        let mut squares = 0.0f64;
-        for grad in grads {
-            squares +=
-                with_elem!(self.dtype(*grad), E, kernels::sum_of_squares(self.all::<E>(*grad)));
+    /// to = from: bytes that lie together on both sides.
+    fn copy(&self, from: &View, to: &View) {
+        let bytes = |view: &View| {
+            let t = self.program.tensor(view.tensor);
+            let size = t.dtype.bytes();
+            let at = self.layout.offset(view.tensor) + (view.first() * size) as u64;
+            // SAFETY: as in `all`; source and target lie in different slabs.
+            unsafe { self.slabs.of(t.home).slice::<u8>(at, view.elements() * size) }
+        };
+        bytes(to).copy_from_slice(bytes(from));
+    }
+
+    /// The sum of squares of the parts that this rank answers for.
+    fn squares<'g>(&self, grads: impl IntoIterator<Item = &'g TensorId>) -> f64 {
+        let of = |grad: &TensorId| {
+            with_elem!(self.dtype(*grad), E, kernels::sum_of_squares(self.part::<E>(*grad)))
+        };
+        grads.into_iter().map(of).sum()
+    }
+
+    /// out = x [+ out], or of the parts of both where one is a part.
+    fn convert<X: Elem + bytemuck::Pod, Y: Elem + bytemuck::Pod>(
+        &self,
+        x: TensorId,
+        out: TensorId,
+        accumulate: bool,
+    ) {
+        let parts = self.program.is_part(x) || self.program.is_part(out);
+        let (x, out) = match parts {
+            true => (self.part::<X>(x), self.part::<Y>(out)),
+            false => (self.all::<X>(x), self.all::<Y>(out)),
+        };
+        if accumulate {
+            kernels::add_assign(out, x);
+        } else {
+            kernels::convert(x, out);
         }
+    }
+
+    /// norm[0] = the global norm, norm[1] = the factor that clips to `max_norm`.
+    fn clip_factor(&self, squares: f64, norm: TensorId, max_norm: Option<f32>) {
         let total = squares.sqrt();
         let norm = self.all::<f32>(norm);
         norm[0] = total as f32;
@@ -529,12 +671,19 @@ impl Memory<'_> {
                     bias_correction2: scalars.bias_correction2,
                     grad_scale: self.clip(*norm),
                 };
-                let rounding = rounding(&scalars, *stream);
-                let (p, g) = (self.all::<P>(*param), self.all::<P>(*grad));
+                let rounding = self.rounding(&scalars, *stream, param);
+                let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
                 with_elem!(
-                    self.dtype(*m),
+                    self.dtype(m.tensor),
                     S,
-                    kernels::adamw(p, g, self.all::<S>(*m), self.all::<S>(*v), &hyper, rounding)
+                    kernels::adamw(
+                        p,
+                        g,
+                        self.updated::<S>(m),
+                        self.updated::<S>(v),
+                        &hyper,
+                        rounding
+                    )
                 );
             }
             OpKind::AdamW8bit {
@@ -564,34 +713,106 @@ impl Memory<'_> {
                     grad_scale: self.clip(*norm),
                 };
                 let state = State8bit {
-                    m: self.all(*m),
-                    v: self.all(*v),
-                    m_absmax: self.all(*m_absmax),
-                    v_absmax: self.all(*v_absmax),
+                    m: self.updated(m),
+                    v: self.updated(v),
+                    m_absmax: self.updated(m_absmax),
+                    v_absmax: self.updated(v_absmax),
                 };
-                let (p, g) = (self.all::<P>(*param), self.all::<P>(*grad));
-                kernels::adamw8bit(p, g, state, &hyper, rounding(&scalars, *stream));
+                let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
+                let rounding = self.rounding(&scalars, *stream, param);
+                kernels::adamw8bit(p, g, state, &hyper, rounding);
             }
             OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
                 let scalars = self.scalars(*step);
                 let rates = (scalars.learning_rate, *weight_decay, self.clip(*norm));
-                let rounding = rounding(&scalars, *stream);
-                let (p, g) = (self.all::<P>(*param), self.all::<P>(*grad));
-                let dtype = velocity.map_or(DType::F32, |v| self.dtype(v));
+                let rounding = self.rounding(&scalars, *stream, param);
+                let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
+                let dtype = velocity.map_or(DType::F32, |v| self.dtype(v.tensor));
                 with_elem!(dtype, S, {
                     // A velocity starts at zero, so the first step needs no case of its own.
-                    let velocity = velocity.map(|v| (self.all::<S>(v), *momentum, false));
+                    let velocity = velocity.map(|v| (self.updated::<S>(&v), *momentum, false));
                     kernels::sgd(p, g, velocity, rates, rounding);
                 });
             }
             _ => unreachable!("called for optimizers"),
         }
     }
-}
 
-/// Random bits of one parameter in one step.
-fn rounding(scalars: &StepScalars, stream: u32) -> kernels::Rounding {
-    kernels::Rounding::new(scalars.seed ^ u64::from(stream).wrapping_mul(0xd1b5_4a32_d192_ed03))
+    /// Random bits of one parameter in one step: those of its elements, whichever
+    /// rank updates them.
+    fn rounding(&self, scalars: &StepScalars, stream: u32, param: &View) -> kernels::Rounding {
+        let seed = scalars.seed ^ u64::from(stream).wrapping_mul(0xd1b5_4a32_d192_ed03);
+        let t = self.program.tensor(param.tensor);
+        let first = match t.shard {
+            Shard::Whole => param.first(),
+            Shard::Padded { .. } | Shard::Part { .. } => t.part(self.rank).start,
+        };
+        kernels::Rounding::new(seed).starting_at(first)
+    }
+
+    /// Runs an op with the other ranks, or on its own.
+    fn run_in(
+        &self,
+        op: &Op,
+        group: &mut Option<Box<dyn Communicator>>,
+    ) -> Result<(), DeviceError> {
+        let ranks = |t: &TensorId| match self.program.tensor(*t).shard {
+            Shard::Padded { ranks, .. } | Shard::Part { ranks, .. } => Some(ranks),
+            Shard::Whole => None,
+        };
+        let tensors = match &op.kind {
+            OpKind::AllGather { to: tensors, .. }
+            | OpKind::ReduceScatter { from: tensors, .. }
+            | OpKind::AllReduce { tensors } => tensors,
+            OpKind::Hold { .. } => return Ok(()),
+            _ => {
+                self.run(op);
+                return Ok(());
+            }
+        };
+        let found = group.as_ref().map_or(1, |g| g.ranks());
+        let ranks = tensors.iter().find_map(ranks).unwrap_or(found);
+        match group {
+            Some(group) if ranks == found => self
+                .collective(&op.kind, &mut **group)
+                .map_err(|e| DeviceError::Source(Box::new(e))),
+            _ => Err(DeviceError::Ranks { ranks, found }),
+        }
+    }
+
+    fn collective(&self, op: &OpKind, group: &mut dyn Communicator) -> Result<(), CommError> {
+        // The part of a rank among all bytes of a tensor.
+        let mine = |t: TensorId| {
+            let t = self.program.tensor(t);
+            let bytes = t.part_stored() * t.dtype.bytes();
+            self.rank * bytes..(self.rank + 1) * bytes
+        };
+        match op {
+            OpKind::AllGather { from, to } => {
+                for (from, to) in from.iter().zip(to) {
+                    if from != to {
+                        self.bytes(*to)[mine(*to)].copy_from_slice(self.bytes(*from));
+                    }
+                    group.all_gather(self.bytes(*to))?;
+                }
+            }
+            OpKind::ReduceScatter { from, to } => {
+                for (from, to) in from.iter().zip(to) {
+                    group.reduce_scatter(self.bytes(*from), self.dtype(*from))?;
+                    if from != to {
+                        self.bytes(*to).copy_from_slice(&self.bytes(*from)[mine(*from)]);
+                    }
+                }
+            }
+            OpKind::AllReduce { tensors } => {
+                for t in tensors {
+                    group.all_reduce(self.bytes(*t), self.dtype(*t))?;
+                }
+            }
+            _ => unreachable!("called for collectives"),
+        }
+        Ok(())
+    }
 }
 
 fn heads(shape: &AttentionShape) -> kernels::AttentionShape {

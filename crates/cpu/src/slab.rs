@@ -45,10 +45,6 @@ impl Slab {
         Ok(Slab { base: base.cast(), len })
     }
 
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
     /// Elements of a range of the slab.
     ///
     /// # Panics

@@ -62,7 +62,7 @@ fn fill(device: &mut CpuDevice, program: &Program, layout: &Layout) {
         let (Some(placement), true) = (placement, tensor.resident) else { continue };
         let value = if tensor.class == Class::Weight { 0.01f32 } else { 0.0 };
         device
-            .upload(placement.offset, placement.bytes as usize, &mut |bytes| {
+            .upload(tensor.home, placement.offset, placement.bytes as usize, &mut |bytes| {
                 match tensor.dtype {
                     DType::F32 => bytemuck::cast_slice_mut(bytes).fill(value),
                     DType::Bf16 => {
@@ -80,7 +80,7 @@ fn check(name: &str, program: &Program, threads: usize) {
     program.verify().unwrap();
     let layout = lay_out(program);
     layout.verify(program).unwrap();
-    let mut device = CpuDevice::new(layout.slab_bytes, threads).unwrap();
+    let mut device = CpuDevice::new(layout.slabs(), threads).unwrap();
     fill(&mut device, program, &layout);
     let mut step = || {
         for section in 0..program.sections.len() {

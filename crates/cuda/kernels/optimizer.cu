@@ -14,6 +14,7 @@ struct UpdateTable {
     void* m[TENSORS];
     void* v[TENSORS];
     long long elements[TENSORS];
+    long long first[TENSORS];  // place of element 0 in its parameter: it decides the random bits
     int first_block[TENSORS + 1];
     u32 stream[TENSORS];
     float weight_decay[TENSORS];
@@ -65,7 +66,8 @@ __device__ __forceinline__ void adamw_element(float& p, float g, float& m, float
 
 // Eight neighbours from a multiple of eight on.
 template <class P, class S>
-__device__ __forceinline__ void adamw_piece(P* param, const P* grad, S* m, S* v, long long i, const Hyper& o) {
+__device__ __forceinline__ void adamw_piece(P* param, const P* grad, S* m, S* v, long long i, long long first,
+                                            const Hyper& o) {
     float p[8], g[8], m1[8], v1[8];
     load(param + i, p);
     load(grad + i, g);
@@ -82,7 +84,7 @@ __device__ __forceinline__ void adamw_piece(P* param, const P* grad, S* m, S* v,
         store(param + i, p), store(m + i, m1), store(v + i, v1);
         return;
     }
-    u32 hash = piece_bits(o.seed0, o.seed1, i);
+    u32 hash = piece_bits(o.seed0, o.seed1, first + i);
     store_rounded(param + i, p, hash, 0x243f6a88u);
     store_rounded(m + i, m1, hash, 0x85a308d3u);
     store_rounded(v + i, v1, hash, 0x13198a2eu);
@@ -90,14 +92,16 @@ __device__ __forceinline__ void adamw_piece(P* param, const P* grad, S* m, S* v,
 
 // The elements behind the last whole piece.
 template <class P, class S>
-__device__ void adamw_rest(P* param, const P* grad, S* m, S* v, long long i, long long end, const Hyper& o) {
+__device__ void adamw_rest(P* param, const P* grad, S* m, S* v, long long i, long long end, long long first,
+                           const Hyper& o) {
     for (; i < end; ++i) {
         float p = to_float(param[i]), m1 = to_float(m[i]), v1 = to_float(v[i]);
         adamw_element<P>(p, to_float(grad[i]), m1, v1, o);
-        u32 bits = random_bits(o.seed0, o.seed1, (u32)i);
+        u32 place = (u32)(first + i);
+        u32 bits = random_bits(o.seed0, o.seed1, place);
         param[i] = from_float<P>(round_randomly<P>(p, bits));
         m[i] = from_float<S>(round_randomly<S>(m1, bits >> 16));
-        v[i] = from_float<S>(round_randomly<S>(v1, random_bits(o.seed0 ^ 0x5bd1e995u, o.seed1, (u32)i)));
+        v[i] = from_float<S>(round_randomly<S>(v1, random_bits(o.seed0 ^ 0x5bd1e995u, o.seed1, place)));
     }
 }
 
@@ -117,9 +121,10 @@ template <class P, class S> __device__ void adamw(const UpdateTable& table) {
     const P* grad = static_cast<const P*>(table.grad[at.tensor]);
     S* m = static_cast<S*>(table.m[at.tensor]);
     S* v = static_cast<S*>(table.v[at.tensor]);
+    const long long first = table.first[at.tensor];
     for (long long i = at.begin + threadIdx.x * 8; i < at.end; i += 256 * 8) {
-        if (i + 8 <= at.end) adamw_piece(param, grad, m, v, i, o);
-        else adamw_rest(param, grad, m, v, i, at.end, o);
+        if (i + 8 <= at.end) adamw_piece(param, grad, m, v, i, first, o);
+        else adamw_rest(param, grad, m, v, i, at.end, first, o);
     }
 }
 
@@ -133,9 +138,11 @@ template <class P, class S> __device__ void sgd(const UpdateTable& table) {
     P* param = static_cast<P*>(table.param[at.tensor]);
     const P* grad = static_cast<const P*>(table.grad[at.tensor]);
     S* velocity = static_cast<S*>(table.m[at.tensor]);
+    const long long first = table.first[at.tensor];
     for (long long i = at.begin + threadIdx.x; i < at.end; i += 256) {
-        u32 seed0 = (u32)seed ^ (u32)(i >> 32) * 0x9e3779b9u;
-        u32 bits = random_bits(seed0, seed1, (u32)i);
+        long long place = first + i;
+        u32 seed0 = (u32)seed ^ (u32)(place >> 32) * 0x9e3779b9u;
+        u32 bits = random_bits(seed0, seed1, (u32)place);
         float p = to_float(param[i]);
         float g = fmaf(decay, p, to_float(grad[i]) * grad_scale);
         if (velocity) {

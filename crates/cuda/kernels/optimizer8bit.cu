@@ -22,6 +22,7 @@ struct Update8bitTable {
     float* m_absmax[TENSORS];
     float* v_absmax[TENSORS];
     long long elements[TENSORS];
+    long long first[TENSORS];  // place of element 0 in its parameter: it decides the random bits
     int first_block[TENSORS + 1];
     u32 stream[TENSORS];
     float weight_decay[TENSORS];
@@ -187,7 +188,7 @@ template <class P> __device__ void adamw8bit(const Update8bitTable& table) {
             largest_m = fmaxf(largest_m, fabsf(m[k]));
             largest_v = fmaxf(largest_v, fabsf(v[k]));
         }
-        const u32 hash = piece_bits((u32)seed, (u32)(seed >> 32), i);
+        const u32 hash = piece_bits((u32)seed, (u32)(seed >> 32), table.first[tensor] + i);
         if (count == 8 && numbers) {
             store_rounded(param + i, p, hash, 0x243f6a88u);
         } else {

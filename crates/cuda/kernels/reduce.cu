@@ -83,11 +83,8 @@ template <class T, int N> __device__ void sum_of_squares(const SquareTable& tabl
     if (threadIdx.x == 0) partial[blockIdx.x] = (double)sum;
 }
 
-// norm (2) = the root of the sum of all partials, and the factor that brings it to
-// max_norm (none when max_norm is 0): torch 2.11 `clip_grad_norm_`, whose 1e-6 it
-// keeps. One block of 1024 threads.
-extern "C" __global__ void __launch_bounds__(1024) grad_norm(const double* partial, float* norm, int count,
-                                                             float max_norm) {
+// The sum of all partials, in thread 0 of a block of 1024.
+__device__ __forceinline__ double sum_squares(const double* partial, int count) {
     __shared__ double parts[1024];
     double sum = 0.0;
     for (int i = threadIdx.x; i < count; i += 1024) sum += partial[i];
@@ -96,13 +93,33 @@ extern "C" __global__ void __launch_bounds__(1024) grad_norm(const double* parti
         __syncthreads();
         if (threadIdx.x < o) parts[threadIdx.x] += parts[threadIdx.x + o];
     }
-    if (threadIdx.x == 0) {
-        double total = sqrt(parts[0]);
-        norm[0] = (float)total;
-        double factor = (double)max_norm / (total + 1e-6);
-        // A NaN goes through to the parameters: it must not look like a step.
-        norm[1] = max_norm > 0.0f && !(factor >= 1.0) ? (float)factor : 1.0f;
-    }
+    return parts[0];
+}
+
+// norm (2) = the root of a sum of squares, and the factor that brings it to max_norm
+// (none when max_norm is 0): torch 2.11 `clip_grad_norm_`, whose 1e-6 it keeps.
+__device__ __forceinline__ void clip(double squares, float* norm, float max_norm) {
+    double total = sqrt(squares);
+    norm[0] = (float)total;
+    double factor = (double)max_norm / (total + 1e-6);
+    // A NaN goes through to the parameters: it must not look like a step.
+    norm[1] = max_norm > 0.0f && !(factor >= 1.0) ? (float)factor : 1.0f;
+}
+
+extern "C" __global__ void __launch_bounds__(1024) grad_norm(const double* partial, float* norm, int count,
+                                                             float max_norm) {
+    double squares = sum_squares(partial, count);
+    if (threadIdx.x == 0) clip(squares, norm, max_norm);
+}
+
+// Of one rank's share of all gradients, and then of all ranks together.
+extern "C" __global__ void __launch_bounds__(1024) grad_squares(const double* partial, float* squares, int count) {
+    double sum = sum_squares(partial, count);
+    if (threadIdx.x == 0) *squares = (float)sum;
+}
+
+extern "C" __global__ void __launch_bounds__(32) clip_factor(const float* squares, float* norm, float max_norm) {
+    if (threadIdx.x == 0) clip((double)*squares, norm, max_norm);
 }
 
 #define REDUCE(NAME, T)                                                                                       \

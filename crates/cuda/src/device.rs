@@ -1,16 +1,22 @@
-//! Runs a program at its layout on a GPU: one slab, one stream, and each section
-//! of a program as one CUDA graph.
+//! Runs a program at its layout on a GPU: a slab for each home, a stream for each
+//! lane, and each section of a program as one CUDA graph.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::io;
+use std::ops::Range;
+use std::time::Duration;
 
-use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout, Placement, Taken};
-use plimsoll_program::{Access, Op, Program};
+use plimsoll_comm::{Communicator, Nccl};
+use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout, Placement, SlabSizes, Taken, Waits};
+use plimsoll_program::{Access, Home, Lane, Op, Program, Shard, Tensor};
 
 use crate::driver::{Context, DeviceInfo, Graph, Pinned, cuda};
 use crate::error::CudaError;
+use crate::host::HostSlab;
 use crate::kernels::Kernels;
+use crate::lanes::{Streams, run_section};
 use crate::launch::Launcher;
+use crate::library::library_folders;
 use crate::nvml::Nvml;
 use crate::products::Products;
 
@@ -21,7 +27,10 @@ const MAX_GRAPHS: usize = 32;
 
 /// A slab in the memory of a GPU, and what runs programs in it.
 pub struct CudaDevice {
+    /// The other ranks; none for one alone.
+    group: Option<RefCell<Box<dyn Communicator>>>,
     // Declared in the order in which they must go.
+    nccl: Option<Nccl>,
     graphs: Vec<Section>,
     products: Products,
     kernels: Kernels,
@@ -29,7 +38,9 @@ pub struct CudaDevice {
     /// Bytes of `staging` that copies in flight may still read.
     staged: usize,
     slab: u64,
-    slab_bytes: u64,
+    host: HostSlab,
+    sizes: SlabSizes,
+    streams: Streams,
     /// Runs so far: the clock of the graph cache.
     runs: u64,
     context: Context,
@@ -53,7 +64,7 @@ struct Section {
 struct Key {
     ops: Vec<Op>,
     placements: Vec<Option<Placement>>,
-    shapes: Vec<(plimsoll_arch::DType, usize, usize)>,
+    shapes: Vec<(plimsoll_arch::DType, Home, Shard, usize, usize)>,
 }
 
 impl Key {
@@ -61,7 +72,7 @@ impl Key {
         Key {
             ops: program.ops[program.sections[section].ops.clone()].to_vec(),
             placements: layout.placements.clone(),
-            shapes: program.tensors.iter().map(|t| (t.dtype, t.rows(), t.cols())).collect(),
+            shapes: program.tensors.iter().map(shape).collect(),
         }
     }
 
@@ -69,21 +80,24 @@ impl Key {
         self.ops == program.ops[program.sections[section].ops.clone()]
             && self.placements == layout.placements
             && self.shapes.len() == program.tensors.len()
-            && self
-                .shapes
-                .iter()
-                .zip(&program.tensors)
-                .all(|(s, t)| *s == (t.dtype, t.rows(), t.cols()))
+            && self.shapes.iter().zip(&program.tensors).all(|(s, t)| *s == shape(t))
     }
 }
 
+fn shape(t: &Tensor) -> (plimsoll_arch::DType, Home, Shard, usize, usize) {
+    (t.dtype, t.home, t.shard, t.rows(), t.cols())
+}
+
 impl CudaDevice {
-    /// Takes GPU `ordinal`, then reserves and clears the slab.
+    /// Takes GPU `ordinal`, then reserves and clears the slabs.
     ///
     /// # Errors
-    /// [`DeviceError::Reserve`] when the GPU has not that much free memory; else a
+    /// [`DeviceError::Reserve`] when the GPU has not that much free memory,
+    /// [`DeviceError::ReserveHost`] when the system does not lock that much; else a
     /// [`CudaError`]: no driver, no GPU, a missing library (with how to get it).
-    pub fn new(slab_bytes: u64, ordinal: usize) -> Result<CudaDevice, DeviceError> {
+    pub fn new(sizes: impl Into<SlabSizes>, ordinal: usize) -> Result<CudaDevice, DeviceError> {
+        let sizes = sizes.into();
+        let slab_bytes = sizes.device;
         let context = Context::new(ordinal)?;
         let products = Products::new(&context)?;
         let kernels = Kernels::new(&context);
@@ -98,20 +112,65 @@ impl CudaDevice {
                 cause: io::Error::new(io::ErrorKind::OutOfMemory, text),
             });
         }
-        let device = CudaDevice {
+        let mut device = CudaDevice {
+            group: None,
+            nccl: None,
             graphs: Vec::new(),
             products,
             kernels,
             staging,
             staged: 0,
             slab,
-            slab_bytes,
+            host: HostSlab::empty(),
+            sizes,
+            streams: Streams::default(),
             runs: 0,
             context,
         };
         cuda!(cuMemsetD8Async(slab, 0, bytes, device.context.stream))?;
         device.context.synchronize()?;
+        device.host = HostSlab::reserve(sizes.host)?;
         Ok(device)
+    }
+
+    /// As [`CudaDevice::new`], for one rank of a group: each has a GPU of its own.
+    ///
+    /// # Errors
+    /// As [`CudaDevice::new`]; NCCL is missing, or the ranks do not find each other.
+    pub fn in_group(
+        sizes: impl Into<SlabSizes>,
+        ordinal: usize,
+        mut group: Box<dyn Communicator>,
+    ) -> Result<CudaDevice, DeviceError> {
+        let mut device = CudaDevice::new(sizes, ordinal)?;
+        // NCCL asks for the device of the current context.
+        device.context.bind()?;
+        let nccl = Nccl::new(&mut *group, &library_folders()).map_err(CudaError::from)?;
+        (device.nccl, device.group) = (Some(nccl), Some(RefCell::new(group)));
+        Ok(device)
+    }
+
+    /// Version of NCCL, such as 22703 for 2.27.3; none for a rank alone.
+    pub fn nccl_version(&self) -> Option<i32> {
+        self.nccl.as_ref().map(Nccl::version)
+    }
+
+    /// Waits until the compute lane's stream is empty. Of several ranks one may wait in
+    /// vain for another that has ended: it looks now and then, and gives up.
+    fn wait(&self) -> Result<(), CudaError> {
+        let (Some(nccl), Some(group)) = (&self.nccl, &self.group) else {
+            return self.context.synchronize();
+        };
+        let mut pause = Duration::from_micros(20);
+        while !self.context.is_idle()? {
+            if let Err(error) = group.borrow().check().and_then(|()| nccl.check()) {
+                nccl.abort();
+                return Err(error.into());
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(Duration::from_micros(500));
+        }
+        Ok(())
     }
 
     pub fn info(&self) -> &DeviceInfo {
@@ -126,7 +185,7 @@ impl CudaDevice {
     /// The driver's own.
     pub fn overhead_bytes(&self) -> Result<u64, DeviceError> {
         self.context.bind()?;
-        Ok(self.context.taken()?.saturating_sub(self.slab_bytes))
+        Ok(self.context.taken()?.saturating_sub(self.sizes.device))
     }
 
     /// Bytes that the driver (NVML) counts for this process, slab included; none
@@ -141,13 +200,22 @@ impl CudaDevice {
     /// The driver's own.
     pub fn synchronize(&mut self) -> Result<(), DeviceError> {
         self.context.bind()?;
-        self.context.synchronize()?;
+        self.wait()?;
         self.staged = 0;
         Ok(())
     }
 
-    fn launcher<'a>(&'a self, program: &'a Program, layout: &'a Layout) -> Launcher<'a> {
-        Launcher {
+    /// With streams for the lanes that a section uses.
+    fn launcher<'a>(
+        &'a self,
+        program: &'a Program,
+        layout: &'a Layout,
+        section: usize,
+    ) -> Result<Launcher<'a>, CudaError> {
+        let ops = &program.ops[program.sections[section].ops.clone()];
+        let used = |lane: Lane| ops.iter().any(|op| op.kind.lane() == lane);
+        Ok(Launcher {
+            lanes: self.streams.of(&self.context, used)?,
             context: &self.context,
             kernels: &self.kernels,
             products: &self.products,
@@ -155,20 +223,25 @@ impl CudaDevice {
             program,
             layout,
             slab: self.slab,
+            host: self.host.address(),
+            rank: self.rank(),
+            nccl: self.nccl.as_ref(),
             current: Cell::new(0),
-        }
+        })
     }
 
     fn check(&self, layout: &Layout) -> Result<(), CudaError> {
-        if layout.slab_bytes > self.slab_bytes {
-            let (needed, slab) = (layout.slab_bytes, self.slab_bytes);
-            return Err(CudaError::SlabTooSmall { needed, slab });
+        for home in [Home::Device, Home::Host] {
+            let (needed, slab) = (layout.slabs().of(home), self.sizes.of(home));
+            if needed > slab {
+                return Err(CudaError::SlabTooSmall { needed, slab });
+            }
         }
         Ok(())
     }
 
-    fn check_range(&self, offset: u64, len: usize) -> Result<(), CudaError> {
-        let slab = self.slab_bytes;
+    fn check_range(&self, home: Home, offset: u64, len: usize) -> Result<(), CudaError> {
+        let slab = self.sizes.of(home);
         match offset.checked_add(len as u64) {
             Some(end) if end <= slab => Ok(()),
             _ => Err(CudaError::OutsideSlab { offset, len, slab }),
@@ -203,20 +276,21 @@ impl CudaDevice {
         section: usize,
     ) -> Result<(), CudaError> {
         let ops = program.sections[section].ops.clone();
-        let launcher = self.launcher(program, layout);
+        let launcher = self.launcher(program, layout, section)?;
         self.tune(&launcher, section)?;
-        let launch = || {
-            let mut at = ops.start;
-            while at < ops.end {
-                at = launcher.run(at, ops.end)?;
-            }
-            Ok(())
-        };
-        launch()?;
+        let waits = Waits::new(program, layout);
+        if self.nccl.is_some() {
+            let stream = self.context.stream;
+            let launcher = self.launcher(program, layout, section)?;
+            self.run_apart(&Launcher { lanes: [stream; Lane::ALL.len()], ..launcher }, &ops)?;
+        } else {
+            run_section(&launcher, &waits, ops.clone())?;
+        }
+        let launch = || run_section(&launcher, &waits, ops.clone());
         let graph = Graph::capture(self.context.stream, launch)?;
         if self.graphs.len() >= MAX_GRAPHS {
             // A graph may be in flight.
-            self.context.synchronize()?;
+            self.wait()?;
             let oldest = (0..self.graphs.len()).min_by_key(|i| self.graphs[*i].used);
             oldest.map(|i| self.graphs.swap_remove(i));
         }
@@ -225,10 +299,40 @@ impl CudaDevice {
         Ok(())
     }
 
+    /// Runs ops one by one, with nothing in flight around a collective. Loading a kernel
+    /// may wait for the whole GPU, and while it does keep other threads of this process
+    /// from theirs: a collective that waits for one of them would never end.
+    fn run_apart(&self, launcher: &Launcher, ops: &Range<usize>) -> Result<(), CudaError> {
+        let program = launcher.program;
+        let waits = Waits::new(program, launcher.layout);
+        let mut at = ops.start;
+        while at < ops.end {
+            let apart = program.ops[at].kind.lane() == Lane::Communication;
+            if apart {
+                self.wait()?;
+                self.meet()?;
+            }
+            at = launcher.run(at, waits.launch_end(program, at, ops.end))?;
+            if apart {
+                self.wait()?;
+            }
+        }
+        self.wait()?;
+        self.meet()
+    }
+
+    /// Waits for all ranks to come here.
+    fn meet(&self) -> Result<(), CudaError> {
+        match &self.group {
+            Some(group) => Ok(group.borrow_mut().barrier()?),
+            None => Ok(()),
+        }
+    }
+
     /// A piece of the staging buffer that no copy in flight reads.
     fn stage(&mut self, len: usize) -> Result<usize, CudaError> {
         if self.staged + len > self.staging.len() {
-            self.context.synchronize()?;
+            self.wait()?;
             self.staged = 0;
         }
         let at = self.staged;
@@ -245,27 +349,43 @@ impl CudaDevice {
         let at = self.stage(len)?;
         let to = self.staging.slice(at, len).as_mut_ptr();
         cuda!(cuMemcpyDtoHAsync_v2(to.cast(), self.slab + offset, len, self.context.stream))?;
-        self.context.synchronize()?;
+        self.wait()?;
         self.staged = 0;
         Ok(self.staging.slice(at, len))
     }
 }
 
 impl Device for CudaDevice {
-    fn slab_bytes(&self) -> u64 {
-        self.slab_bytes
+    fn slabs(&self) -> SlabSizes {
+        self.sizes
+    }
+
+    fn rank(&self) -> usize {
+        self.group.as_ref().map_or(0, |g| g.borrow().rank())
+    }
+
+    fn group(&mut self) -> Option<&mut dyn Communicator> {
+        match &mut self.group {
+            Some(group) => Some(&mut **group.get_mut()),
+            None => None,
+        }
     }
 
     /// Small pieces go without waiting for what runs; `fill` writes to page-locked
     /// memory. Large ones are filled in ordinary memory and go up in pieces.
     fn upload(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         self.context.bind()?;
-        self.check_range(offset, len)?;
+        self.check_range(home, offset, len)?;
+        if home == Home::Host {
+            self.wait()?;
+            return fill(self.host.slice(offset as usize, len));
+        }
         if len <= STAGING {
             let at = self.stage(len)?;
             fill(self.staging.slice(at, len))?;
@@ -288,14 +408,19 @@ impl Device for CudaDevice {
 
     fn download(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         self.context.bind()?;
-        self.check_range(offset, len)?;
+        self.check_range(home, offset, len)?;
         if len == 0 {
             return read(&[]);
+        }
+        if home == Home::Host {
+            self.wait()?;
+            return read(self.host.slice(offset as usize, len));
         }
         if len <= STAGING {
             return read(self.fetch(offset, len)?);
@@ -310,7 +435,8 @@ impl Device for CudaDevice {
 
     fn taken_bytes(&mut self) -> Result<Option<Taken>, DeviceError> {
         let overhead = self.overhead_bytes()?;
-        Ok(Some(Taken { total: self.slab_bytes + overhead, overhead }))
+        let (total, host) = (self.sizes.device + overhead, self.host.resident);
+        Ok(Some(Taken { total, overhead, host }))
     }
 
     /// Returns as soon as the work is queued; [`Device::download`] waits for it.
@@ -346,19 +472,22 @@ impl Device for CudaDevice {
         self.context.bind()?;
         self.check(layout)?;
         let ops = program.sections[section].ops.clone();
-        let launcher = self.launcher(program, layout);
+        let mut launcher = self.launcher(program, layout, section)?;
         self.tune(&launcher, section)?;
+        // One after the other, so that each has its own time.
         let stream = self.context.stream;
+        launcher.lanes = [stream; Lane::ALL.len()];
+        let waits = Waits::new(program, layout);
         let (mut at, mut marks) = (ops.start, vec![(ops.start, self.context.event()?)]);
         marks[0].1.record(stream)?;
         while at < ops.end {
-            let next = launcher.run(at, ops.end)?;
+            let next = launcher.run(at, waits.launch_end(program, at, ops.end))?;
             let event = self.context.event()?;
             event.record(stream)?;
             marks.push((next, event));
             at = next;
         }
-        self.context.synchronize()?;
+        self.wait()?;
         let times = marks.windows(2).map(|pair| {
             let [(from, start), (to, end)] = pair else { unreachable!("windows of two") };
             let seconds = f64::from(start.until(end)?) * 1e-3;
@@ -386,8 +515,12 @@ fn aligned(len: usize) -> Vec<u64> {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         let _ = self.context.bind();
-        let _ = self.context.synchronize();
+        let _ = self.wait();
+        // NCCL waits for graphs that hold its collectives.
         self.graphs.clear();
+        self.nccl = None;
+        self.host = HostSlab::empty();
+        self.streams = Streams::default();
         self.kernels.unload();
         let _ = cuda!(cuMemFree_v2(self.slab));
     }

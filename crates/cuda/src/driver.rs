@@ -142,8 +142,7 @@ impl Context {
         let mut this =
             Context { device, context, stream: ptr::null_mut(), info, nvml, free_before: 0 };
         this.bind()?;
-        let non_blocking = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        cuda!(cuStreamCreate(&mut this.stream, non_blocking))?;
+        this.stream = stream()?;
         let free = match before {
             Some(free) => free,
             None => this.memory()?.0,
@@ -179,10 +178,24 @@ impl Context {
         cuda!(cuStreamSynchronize(self.stream))
     }
 
+    /// An event that knows when it happened.
+    /// Whether the stream is empty; errors of earlier launches surface here.
+    pub fn is_idle(&self) -> Result<bool, CudaError> {
+        // SAFETY: a live stream of the current context.
+        let status = unsafe { sys::cuStreamQuery(self.stream) };
+        match status {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => check("cuStreamQuery", other).map(|()| true),
+        }
+    }
+
     pub fn event(&self) -> Result<Event, CudaError> {
-        let mut event = ptr::null_mut();
-        cuda!(cuEventCreate(&mut event, 0))?;
-        Ok(Event(event))
+        Event::new(0)
+    }
+
+    /// An event for other streams to wait for.
+    pub fn mark(&self) -> Result<Event, CudaError> {
+        Event::new(sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32)
     }
 }
 
@@ -190,16 +203,40 @@ impl Drop for Context {
     fn drop(&mut self) {
         let _ = self.bind();
         if !self.stream.is_null() {
-            let _ = cuda!(cuStreamDestroy_v2(self.stream));
+            destroy(self.stream);
         }
         let _ = cuda!(cuDevicePrimaryCtxRelease_v2(self.device));
     }
 }
 
-/// A point in a stream, with its time.
+/// A stream of the current context.
+pub(crate) fn stream() -> Result<sys::CUstream, CudaError> {
+    let mut stream = ptr::null_mut();
+    let non_blocking = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+    cuda!(cuStreamCreate(&mut stream, non_blocking))?;
+    Ok(stream)
+}
+
+/// Gives a stream back.
+pub(crate) fn destroy(stream: sys::CUstream) {
+    let _ = cuda!(cuStreamDestroy_v2(stream));
+}
+
+/// A point in a stream.
 pub(crate) struct Event(sys::CUevent);
 
 impl Event {
+    fn new(flags: u32) -> Result<Event, CudaError> {
+        let mut event = ptr::null_mut();
+        cuda!(cuEventCreate(&mut event, flags))?;
+        Ok(Event(event))
+    }
+
+    /// Holds a stream up until this has happened.
+    pub fn hold(&self, stream: sys::CUstream) -> Result<(), CudaError> {
+        cuda!(cuStreamWaitEvent(stream, self.0, 0))
+    }
+
     pub fn record(&self, stream: sys::CUstream) -> Result<(), CudaError> {
         cuda!(cuEventRecord(self.0, stream))
     }
@@ -258,10 +295,11 @@ impl Drop for Pinned {
 pub(crate) struct Graph(sys::CUgraphExec);
 
 impl Graph {
-    /// Records what `launch` puts on the stream; nothing of it runs.
-    pub fn capture(
+    /// Records what `launch` puts on the stream; nothing of it runs. What it returns
+    /// lives until the capture has ended.
+    pub fn capture<T>(
         stream: sys::CUstream,
-        launch: impl FnOnce() -> Result<(), CudaError>,
+        launch: impl FnOnce() -> Result<T, CudaError>,
     ) -> Result<Graph, CudaError> {
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         cuda!(cuStreamBeginCapture_v2(stream, mode))?;
@@ -269,7 +307,8 @@ impl Graph {
         let mut graph = ptr::null_mut();
         // Capture is ended in any case: the stream is unusable before.
         let ended = cuda!(cuStreamEndCapture(stream, &mut graph));
-        launched.and(ended)?;
+        let _kept = launched?;
+        ended?;
         let mut exec = ptr::null_mut();
         let instantiated = cuda!(cuGraphInstantiateWithFlags(&mut exec, graph, 0));
         let _ = cuda!(cuGraphDestroy(graph));

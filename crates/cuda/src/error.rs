@@ -1,5 +1,6 @@
 //! What can go wrong between this program and a GPU.
 
+use plimsoll_comm::CommError;
 use plimsoll_plan::DeviceError;
 
 /// Why the CUDA device could not do what it was asked.
@@ -42,6 +43,8 @@ pub enum CudaError {
     Compile { file: String, arch: String, log: String },
     #[error("kernel {name} is missing from {family}.cu")]
     MissingKernel { family: String, name: String },
+    #[error(transparent)]
+    Comm(#[from] CommError),
     #[error("op {op}: {what}, which the CUDA device has no kernel for")]
     Unsupported { op: String, what: String },
     #[error(
@@ -54,6 +57,10 @@ pub enum CudaError {
 
 impl From<CudaError> for DeviceError {
     fn from(error: CudaError) -> DeviceError {
-        DeviceError::Source(Box::new(error))
+        match error {
+            // Another rank's failure looks the same on every device.
+            CudaError::Comm(error) => DeviceError::Source(Box::new(error)),
+            other => DeviceError::Source(Box::new(other)),
+        }
     }
 }

@@ -2,8 +2,9 @@
 
 use cudarc::driver::sys;
 use plimsoll_arch::DType;
+use plimsoll_comm::Nccl;
 use plimsoll_plan::Layout;
-use plimsoll_program::{Access, Op, OpKind, Program, TensorId, View};
+use plimsoll_program::{Access, Class, Home, Lane, Op, OpKind, Program, Shard, TensorId, View};
 
 use crate::driver::{Context, cuda};
 use crate::error::CudaError;
@@ -17,11 +18,18 @@ pub(crate) struct Launcher<'a> {
     pub context: &'a Context,
     pub kernels: &'a Kernels,
     pub products: &'a Products,
+    /// The compute lane's.
     pub stream: sys::CUstream,
+    /// By lane.
+    pub lanes: [sys::CUstream; Lane::ALL.len()],
     pub program: &'a Program,
     pub layout: &'a Layout,
-    /// Address of the slab.
+    /// Addresses of the slabs.
     pub slab: u64,
+    pub host: u64,
+    pub rank: usize,
+    /// The other ranks; none for one alone.
+    pub nccl: Option<&'a Nccl>,
     /// The op in hand, for messages.
     pub current: std::cell::Cell<usize>,
 }
@@ -49,7 +57,35 @@ fn norm_variant(c: usize, dtype: DType) -> (String, u32) {
 impl Launcher<'_> {
     /// Address of a tensor.
     pub fn at(&self, tensor: TensorId) -> u64 {
-        self.slab + self.layout.offset(tensor)
+        let slab = match self.program.tensor(tensor).home {
+            Home::Device => self.slab,
+            Home::Host => self.host,
+        };
+        slab + self.layout.offset(tensor)
+    }
+
+    /// Address of the part of a tensor that this rank answers for.
+    pub fn part(&self, tensor: TensorId) -> u64 {
+        let t = self.program.tensor(tensor);
+        match t.shard {
+            Shard::Padded { part, .. } => {
+                self.at(tensor) + (self.rank * part * t.dtype.bytes()) as u64
+            }
+            Shard::Whole | Shard::Part { .. } => self.at(tensor),
+        }
+    }
+
+    /// An operand of an update, its elements, and the place of the first of them in the
+    /// whole tensor: of what is divided over the ranks, this one's part.
+    pub fn updated(&self, view: &View) -> (u64, usize, usize) {
+        let t = self.program.tensor(view.tensor);
+        match t.shard {
+            Shard::Whole => (self.view(view), view.elements(), view.first()),
+            Shard::Padded { .. } | Shard::Part { .. } => {
+                let part = t.part(self.rank);
+                (self.part(view.tensor), part.len(), part.start)
+            }
+        }
     }
 
     pub fn dtype(&self, tensor: TensorId) -> DType {
@@ -74,6 +110,10 @@ impl Launcher<'_> {
 
     pub fn view(&self, view: &View) -> u64 {
         self.at(view.tensor) + (view.first() * self.dtype(view.tensor).bytes()) as u64
+    }
+
+    fn bytes(&self, view: &View) -> usize {
+        view.elements() * self.dtype(view.tensor).bytes()
     }
 
     /// `_bf16_v8` where all these row lengths are whole vectors, else `_bf16_v1`.
@@ -298,9 +338,32 @@ impl Launcher<'_> {
                 let grid = Grid::line(t.elements().div_ceil(1024), 256);
                 self.launch("dropout", &format!("dropout_{}", suffix(t.dtype)), grid, &args)
             }
+            OpKind::ToDevice { from, to } => {
+                let (from, to, len) = (self.view(from), self.view(to), self.bytes(from));
+                let stream = self.lanes[Lane::HostToDevice.index()];
+                cuda!(cuMemcpyHtoDAsync_v2(to, from as *const _, len, stream))
+            }
+            OpKind::ToHost { from, to } => {
+                let (from, to, len) = (self.view(from), self.view(to), self.bytes(from));
+                let stream = self.lanes[Lane::DeviceToHost.index()];
+                cuda!(cuMemcpyDtoHAsync_v2(to as *mut _, from, len, stream))
+            }
             OpKind::GradNorm { grads, norm, max_norm } => {
                 optimizer::grad_norm(self, grads, *norm, *max_norm, workspace)
             }
+            OpKind::GradSquares { grads, squares } => {
+                optimizer::grad_squares(self, grads, *squares, workspace)
+            }
+            OpKind::ClipFactor { squares, norm, max_norm } => {
+                let max_norm = Arg::Float(max_norm.unwrap_or(0.0));
+                let args = [self.ptr(*squares), self.ptr(*norm), max_norm];
+                self.launch("reduce", "clip_factor", Grid::line(1, 32), &args)
+            }
+            OpKind::Convert { x, out, accumulate } => self.convert(*x, *out, *accumulate),
+            OpKind::AllGather { .. } | OpKind::ReduceScatter { .. } | OpKind::AllReduce { .. } => {
+                self.collective(&op.kind)
+            }
+            OpKind::Hold { .. } => Ok(()),
             OpKind::AdamW { .. } | OpKind::Sgd { .. } => {
                 optimizer::updates(self, std::slice::from_ref(op)).map(|_| ())
             }
@@ -308,6 +371,68 @@ impl Launcher<'_> {
                 optimizer8bit::updates(self, std::slice::from_ref(op)).map(|_| ())
             }
         }
+    }
+
+    /// out = x [+ out], or of the parts of both where one is a part.
+    fn convert(&self, x: TensorId, out: TensorId, accumulate: bool) -> Result<(), CudaError> {
+        let parts = self.program.is_part(x) || self.program.is_part(out);
+        let t = self.program.tensor(x);
+        let (from, to, n) = match parts {
+            true => (self.part(x), self.part(out), t.part(self.rank).len()),
+            false => (self.at(x), self.at(out), t.elements()),
+        };
+        if n == 0 {
+            return Ok(());
+        }
+        let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::Long(n as i64), flag(accumulate)];
+        let name = format!("convert_{}_{}", suffix(t.dtype), suffix(self.dtype(out)));
+        self.launch("convert", &name, Grid::line(n.div_ceil(2048), 256), &args)
+    }
+
+    /// One NCCL group for all tensors of a collective.
+    fn collective(&self, op: &OpKind) -> Result<(), CudaError> {
+        let Some(nccl) = self.nccl else {
+            let what = "the ranks of a group, and this device has none".to_owned();
+            return Err(CudaError::Unsupported { op: self.op_name(), what });
+        };
+        let stream = self.lanes[Lane::Communication.index()].cast();
+        let elements = |t: &TensorId| self.program.tensor(*t).part_stored();
+        // SAFETY: addresses are of this program's slab, which lives as long as the
+        // stream; the layout gives each tensor room for what is written.
+        let result = unsafe {
+            nccl.group(|nccl| {
+                match op {
+                    OpKind::AllGather { from, to } => {
+                        for (from, to) in from.iter().zip(to) {
+                            let part = self.part(*from);
+                            let dtype = self.dtype(*to);
+                            nccl.all_gather(part, self.at(*to), elements(to), dtype, stream)?;
+                        }
+                    }
+                    OpKind::ReduceScatter { from, to } => {
+                        for (from, to) in from.iter().zip(to) {
+                            let (part, dtype) = (self.part(*to), self.dtype(*from));
+                            nccl.reduce_scatter(
+                                self.at(*from),
+                                part,
+                                elements(from),
+                                dtype,
+                                stream,
+                            )?;
+                        }
+                    }
+                    OpKind::AllReduce { tensors } => {
+                        for t in tensors {
+                            let all = self.program.tensor(*t).stored();
+                            nccl.all_reduce(self.at(*t), all, self.dtype(*t), stream)?;
+                        }
+                    }
+                    _ => unreachable!("called for collectives"),
+                }
+                Ok(())
+            })
+        };
+        result.map_err(CudaError::from)
     }
 
     fn check_head_dim(&self, d: usize) -> Result<(), CudaError> {
@@ -442,7 +567,8 @@ impl Launcher<'_> {
         let mut filled = Ok(());
         op.kind.for_each_operand(|t, access| {
             let tensor = self.program.tensor(t);
-            if filled.is_ok() && access == Access::Read && !tensor.resident {
+            let written = !tensor.resident || tensor.class == Class::Staging;
+            if filled.is_ok() && access == Access::Read && written {
                 let args = [self.ptr(t), Arg::Long(tensor.elements() as i64)];
                 let name = format!("fill_random_{}", suffix(tensor.dtype));
                 filled = self.launch("fill", &name, Grid::line(1024, 256), &args);

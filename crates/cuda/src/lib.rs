@@ -3,7 +3,8 @@
 //!
 //! [`CudaDevice`] holds one reservation of exactly the planned bytes. Each section
 //! of a program becomes one CUDA graph at its first run and is replayed after
-//! that: no allocation, no synchronization and no host work inside a step. Read
+//! that: no allocation, no synchronization and no host work inside a step. Copies
+//! between the slabs of the two homes run beside computation (`lanes`). Read
 //! `launch` for the list of ops and what they launch, `products` for matrix
 //! products, `decode` for those of few rows and what shares their launch, `attention` for the choice of attention kernels, and `kernels/*.cu`
 //! for the kernels, one file a family.
@@ -13,7 +14,9 @@ mod decode;
 mod device;
 mod driver;
 mod error;
+mod host;
 mod kernels;
+mod lanes;
 mod launch;
 mod library;
 mod nvml;

@@ -8,6 +8,7 @@
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::{env, fs};
 
 use cudarc::{cublaslt, driver, nvrtc};
@@ -138,8 +139,11 @@ pub(crate) fn cache_folder() -> Option<PathBuf> {
 /// Writes a file whole or not at all: others may read it meanwhile. A cache that
 /// cannot be written is no error.
 pub(crate) fn write_cache(path: &Path, bytes: &[u8]) {
+    // Ranks that are threads of this process may write the same file.
+    static COUNT: AtomicU32 = AtomicU32::new(0);
     let Some(folder) = path.parent() else { return };
-    let temporary = path.with_extension(format!("{}.tmp", std::process::id()));
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let temporary = path.with_extension(format!("{}.{count}.tmp", std::process::id()));
     let written = fs::create_dir_all(folder)
         .and_then(|()| fs::write(&temporary, bytes))
         .and_then(|()| fs::rename(&temporary, path));

@@ -2,7 +2,7 @@
 //! addresses travel as a kernel parameter, so that nothing has to be uploaded.
 
 use plimsoll_arch::DType;
-use plimsoll_program::{Op, OpKind, TensorId};
+use plimsoll_program::{Op, OpKind, Shard, TensorId, View};
 
 use crate::error::CudaError;
 use crate::kernels::{Arg, Grid, argument, suffix};
@@ -32,6 +32,7 @@ struct UpdateTable {
     m: [u64; TENSORS],
     v: [u64; TENSORS],
     elements: [i64; TENSORS],
+    first: [i64; TENSORS],
     first_block: [i32; TENSORS + 1],
     stream: [u32; TENSORS],
     weight_decay: [f32; TENSORS],
@@ -59,6 +60,33 @@ pub(crate) fn grad_norm(
     max_norm: Option<f32>,
     workspace: u64,
 ) -> Result<(), CudaError> {
+    let count = partial_squares(l, grads, workspace)?;
+    let args = [
+        Arg::Ptr(workspace),
+        Arg::Ptr(l.at(norm)),
+        Arg::Int(count as i32),
+        Arg::Float(max_norm.unwrap_or(0.0)),
+    ];
+    l.kernels.launch(("reduce", "grad_norm"), l.stream, Grid::line(1, 1024), &args)
+}
+
+/// squares (1) = the sum of squares of the gradients that this rank answers for.
+pub(crate) fn grad_squares(
+    l: &Launcher,
+    grads: &[TensorId],
+    squares: TensorId,
+    workspace: u64,
+) -> Result<(), CudaError> {
+    // What every rank has alike is counted once.
+    let counted = |g: &&TensorId| l.rank == 0 || l.program.tensor(**g).shard != Shard::Whole;
+    let grads: Vec<TensorId> = grads.iter().filter(counted).copied().collect();
+    let count = partial_squares(l, &grads, workspace)?;
+    let args = [Arg::Ptr(workspace), Arg::Ptr(l.at(squares)), Arg::Int(count as i32)];
+    l.kernels.launch(("reduce", "grad_squares"), l.stream, Grid::line(1, 1024), &args)
+}
+
+/// Sums of squares of pieces of what this rank answers for; how many there are.
+fn partial_squares(l: &Launcher, grads: &[TensorId], workspace: u64) -> Result<usize, CudaError> {
     let mut done = 0usize;
     let mut rest = grads;
     while let Some(first) = rest.first() {
@@ -73,10 +101,14 @@ pub(crate) fn grad_norm(
         };
         let mut blocks = 0;
         for (i, grad) in now.iter().enumerate() {
-            let elements = l.program.tensor(*grad).elements();
-            (table.data[i], table.elements[i]) = (l.at(*grad), elements as i64);
+            let elements = l.program.tensor(*grad).part(l.rank).len();
+            (table.data[i], table.elements[i]) = (l.part(*grad), elements as i64);
             blocks += elements.div_ceil(SQUARE_CHUNK);
             table.first_block[i + 1] = blocks as i32;
+        }
+        rest = later;
+        if blocks == 0 {
+            continue;
         }
         let partial = workspace + 8 * done as u64;
         let mut pointers = [argument(&table), argument(&partial)];
@@ -88,15 +120,8 @@ pub(crate) fn grad_norm(
             &mut pointers,
         )?;
         done += blocks;
-        rest = later;
     }
-    let args = [
-        Arg::Ptr(workspace),
-        Arg::Ptr(l.at(norm)),
-        Arg::Int(done as i32),
-        Arg::Float(max_norm.unwrap_or(0.0)),
-    ];
-    l.kernels.launch(("reduce", "grad_norm"), l.stream, Grid::line(1, 1024), &args)
+    Ok(done)
 }
 
 /// What the updates of one launch must agree in.
@@ -110,17 +135,17 @@ struct Shared {
 
 /// One parameter of a launch.
 struct Update {
-    param: TensorId,
-    grad: TensorId,
-    m: Option<TensorId>,
-    v: Option<TensorId>,
+    param: View,
+    grad: View,
+    m: Option<View>,
+    v: Option<View>,
     weight_decay: f32,
     stream: u32,
 }
 
 fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
-    let name = |family: &str, param: TensorId, state: DType| {
-        format!("{family}_{}_{}", suffix(l.dtype(param)), suffix(state))
+    let name = |family: &str, param: View, state: DType| {
+        format!("{family}_{}_{}", suffix(l.dtype(param.tensor)), suffix(state))
     };
     match *op {
         OpKind::AdamW {
@@ -136,12 +161,12 @@ fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
             weight_decay,
             stream,
         } => {
-            let kernel = name("adamw", param, l.dtype(m));
+            let kernel = name("adamw", param, l.dtype(m.tensor));
             let update = Update { param, grad, m: Some(m), v: Some(v), weight_decay, stream };
             Some((Shared { kernel, betas: [beta1, beta2, eps], step, norm }, update))
         }
         OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
-            let kernel = name("sgd", param, velocity.map_or(DType::F32, |v| l.dtype(v)));
+            let kernel = name("sgd", param, velocity.map_or(DType::F32, |v| l.dtype(v.tensor)));
             let update = Update { param, grad, m: velocity, v: None, weight_decay, stream };
             Some((Shared { kernel, betas: [momentum, 0.0, 0.0], step, norm }, update))
         }
@@ -161,6 +186,7 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         m: [0; TENSORS],
         v: [0; TENSORS],
         elements: [0; TENSORS],
+        first: [0; TENSORS],
         first_block: [0; TENSORS + 1],
         stream: [0; TENSORS],
         weight_decay: [0.0; TENSORS],
@@ -177,12 +203,14 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         if other != shared {
             break;
         }
-        let elements = l.program.tensor(update.param).elements();
-        table.param[taken] = l.at(update.param);
-        table.grad[taken] = l.at(update.grad);
-        table.m[taken] = update.m.map_or(0, |m| l.at(m));
-        table.v[taken] = update.v.map_or(0, |v| l.at(v));
+        let at = |view: &View| l.updated(view).0;
+        let (param, elements, first) = l.updated(&update.param);
+        table.param[taken] = param;
+        table.grad[taken] = at(&update.grad);
+        table.m[taken] = update.m.as_ref().map_or(0, at);
+        table.v[taken] = update.v.as_ref().map_or(0, at);
         table.elements[taken] = elements as i64;
+        table.first[taken] = first as i64;
         table.stream[taken] = update.stream;
         table.weight_decay[taken] = update.weight_decay;
         blocks += elements.div_ceil(CHUNK);
@@ -190,6 +218,9 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         table.first_block[taken] = blocks as i32;
     }
     table.count = taken as i32;
+    if blocks == 0 {
+        return Ok(taken);
+    }
     let mut pointers = [argument(&table)];
     l.kernels.launch_pointers(
         ("optimizer", &shared.kernel),

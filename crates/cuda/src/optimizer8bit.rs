@@ -1,6 +1,6 @@
 //! 8-bit AdamW over many tensors in few launches; see `optimizer.rs`.
 
-use plimsoll_program::{Op, OpKind, TensorId};
+use plimsoll_program::{Op, OpKind, TensorId, View};
 
 use crate::error::CudaError;
 use crate::kernels::{Grid, argument, suffix};
@@ -20,6 +20,7 @@ struct Update8bitTable {
     m_absmax: [u64; TENSORS],
     v_absmax: [u64; TENSORS],
     elements: [i64; TENSORS],
+    first: [i64; TENSORS],
     first_block: [i32; TENSORS + 1],
     stream: [u32; TENSORS],
     weight_decay: [f32; TENSORS],
@@ -45,7 +46,7 @@ struct Shared {
 
 fn shared_of(l: &Launcher, op: &OpKind) -> Option<Shared> {
     let OpKind::AdamW8bit { param, step, norm, beta1, beta2, eps, .. } = *op else { return None };
-    let kernel = format!("adamw8bit_{}", suffix(l.dtype(param)));
+    let kernel = format!("adamw8bit_{}", suffix(l.dtype(param.tensor)));
     Some(Shared { kernel, betas: [beta1, beta2, eps], step, norm })
 }
 
@@ -62,6 +63,7 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         m_absmax: none,
         v_absmax: none,
         elements: [0; TENSORS],
+        first: [0; TENSORS],
         first_block: [0; TENSORS + 1],
         stream: [0; TENSORS],
         weight_decay: [0.0; TENSORS],
@@ -83,14 +85,16 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         else {
             unreachable!("it has a launch to share")
         };
-        let elements = l.program.tensor(param).elements();
-        table.param[taken] = l.at(param);
-        table.grad[taken] = l.at(grad);
-        table.m[taken] = l.at(m);
-        table.v[taken] = l.at(v);
-        table.m_absmax[taken] = l.at(m_absmax);
-        table.v_absmax[taken] = l.at(v_absmax);
+        let at = |view: &View| l.updated(view).0;
+        let (place, elements, first) = l.updated(&param);
+        table.param[taken] = place;
+        table.grad[taken] = at(&grad);
+        table.m[taken] = at(&m);
+        table.v[taken] = at(&v);
+        table.m_absmax[taken] = at(&m_absmax);
+        table.v_absmax[taken] = at(&v_absmax);
         table.elements[taken] = elements as i64;
+        table.first[taken] = first as i64;
         table.stream[taken] = stream;
         table.weight_decay[taken] = weight_decay;
         blocks += elements.div_ceil(CHUNK);
@@ -98,6 +102,9 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         table.first_block[taken] = blocks as i32;
     }
     table.count = taken as i32;
+    if blocks == 0 {
+        return Ok(taken);
+    }
     let mut pointers = [argument(&table)];
     l.kernels.launch_pointers(
         ("optimizer8bit", &shared.kernel),

@@ -63,8 +63,8 @@ impl Target for CudaTarget {
                 floats(2 * head_norm_blocks(rows(*d_qkv)) * shape.head_dim)
             }
             OpKind::BiasBackward { d_y, .. } => floats(bias_spans(rows(*d_y)).1 * cols(*d_y)),
-            OpKind::GradNorm { grads, .. } => {
-                let elements = grads.iter().map(|g| program.tensor(*g).elements());
+            OpKind::GradNorm { grads, .. } | OpKind::GradSquares { grads, .. } => {
+                let elements = grads.iter().map(|g| program.tensor(*g).part_stored());
                 8 * optimizer::square_blocks(elements) as u64
             }
             OpKind::AttentionBackward { shape, .. } => attention::backward_workspace(shape),

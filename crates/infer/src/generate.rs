@@ -2,7 +2,7 @@
 
 use plimsoll_arch::Architecture;
 use plimsoll_plan::{Device, DeviceError, Layout, LayoutError, lay_out_together};
-use plimsoll_program::{Program, Recipe, RecipeError, Target, TensorId, build};
+use plimsoll_program::{Home, Program, Recipe, RecipeError, Target, TensorId, build};
 
 use crate::{Sampler, SamplerError};
 
@@ -238,10 +238,15 @@ impl<'a> Generator<'a> {
     pub fn logits(&mut self) -> Result<&[f32], DeviceError> {
         if !self.fetched {
             let logits = &mut self.logits;
-            self.device.download(self.places.logits, logits.len() * 4, &mut |bytes| {
-                logits.copy_from_slice(bytemuck::cast_slice(bytes));
-                Ok(())
-            })?;
+            self.device.download(
+                Home::Device,
+                self.places.logits,
+                logits.len() * 4,
+                &mut |bytes| {
+                    logits.copy_from_slice(bytemuck::cast_slice(bytes));
+                    Ok(())
+                },
+            )?;
             self.fetched = true;
         }
         Ok(&self.logits)
@@ -250,7 +255,7 @@ impl<'a> Generator<'a> {
     /// The token of the largest of them, which the device has found.
     fn likeliest(&mut self) -> Result<u32, DeviceError> {
         let mut next = 0;
-        self.device.download(self.places.next, 4, &mut |bytes| {
+        self.device.download(Home::Device, self.places.next, 4, &mut |bytes| {
             next = bytemuck::pod_read_unaligned::<i32>(bytes) as u32;
             Ok(())
         })?;
@@ -308,7 +313,7 @@ impl<'a> Generator<'a> {
         let mut write = |pieces: &[(u64, &[i32])]| {
             let first = pieces.iter().map(|(at, _)| *at).min().unwrap_or(0);
             let end = pieces.iter().map(|(at, v)| at + 4 * v.len() as u64).max().unwrap_or(first);
-            self.device.upload(first, (end - first) as usize, &mut |bytes| {
+            self.device.upload(Home::Device, first, (end - first) as usize, &mut |bytes| {
                 for (at, values) in pieces {
                     let at = (at - first) as usize;
                     let values = bytemuck::cast_slice(values);

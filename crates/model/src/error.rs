@@ -81,7 +81,8 @@ fn list<T: ToString>(items: &[T]) -> String {
 }
 
 impl ModelError {
-    pub(crate) fn io(path: &Path, doing: &'static str) -> impl FnOnce(io::Error) -> ModelError {
+    /// What the file system said while `doing` something with a file.
+    pub fn io(path: &Path, doing: &'static str) -> impl FnOnce(io::Error) -> ModelError {
         let path = path.to_path_buf();
         move |source| ModelError::Io { path, doing, source }
     }

@@ -5,12 +5,14 @@
 //! quantized piece by piece on the way.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use half::bf16;
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_plan::{Device, DeviceError, Layout};
 use plimsoll_program::{
-    Class, Lora, Program, QuantizedPart, TensorId, WeightPart, quantized_name, weight_parts,
+    Class, Home, Lora, OpKind, Program, QuantizedPart, Shard, TensorId, WeightPart, quantized_name,
+    weight_parts,
 };
 use plimsoll_quant::{
     BLOCK, Codebook, Format4bit, blocks, nested_blocks, quantize_4bit, quantize_absmax,
@@ -25,13 +27,33 @@ struct Places<'a> {
     by_name: HashMap<&'a str, TensorId>,
     /// By their codes.
     quantized: HashMap<TensorId, (Codebook, QuantizedPart)>,
+    rank: usize,
 }
 
 /// The bytes of one checkpoint tensor inside the slab.
 struct Place {
+    home: Home,
     offset: u64,
     len: usize,
     dtype: DType,
+    /// Which of its elements these are: all, or those that this rank has.
+    elements: Range<usize>,
+    /// Which of them this rank answers for, among all ranks that have them.
+    own: Range<usize>,
+    total: usize,
+}
+
+impl Place {
+    fn is_whole(&self) -> bool {
+        self.elements.len() == self.total
+    }
+}
+
+/// The part of `tensor` elements `range` that lies in a checkpoint tensor, counted
+/// from that one's first element.
+fn inside(range: Range<usize>, first: usize, total: usize) -> Range<usize> {
+    let at = |i: usize| i.clamp(first, first + total) - first;
+    at(range.start)..at(range.end)
 }
 
 enum Stored {
@@ -40,18 +62,27 @@ enum Stored {
 }
 
 impl<'a> Places<'a> {
-    fn new(program: &'a Program, layout: &'a Layout) -> Places<'a> {
+    fn new(device: &dyn Device, program: &'a Program, layout: &'a Layout) -> Places<'a> {
         // A product's output may have the name of its weight.
         let all = program.tensors.iter().enumerate();
         let weights = all.filter(|(_, t)| t.class == Class::Weight);
         let by_name = weights.map(|(i, t)| (t.name.as_str(), TensorId::new(i))).collect();
+        // Ops read gathered codes where a rank has only its part.
+        let mut parts = HashMap::new();
+        for op in &program.ops {
+            if let OpKind::AllGather { from, to } = &op.kind {
+                parts.extend(to.iter().copied().zip(from.iter().copied()));
+            }
+        }
         let mut quantized = HashMap::new();
         for matrix in program.ops.iter().filter_map(|op| op.kind.quantized()) {
             for part in &matrix.parts {
-                quantized.insert(part.codes, (matrix.codebook, part.clone()));
+                let codes = parts.get(&part.codes).copied().unwrap_or(part.codes);
+                let part = QuantizedPart { codes, ..part.clone() };
+                quantized.insert(codes, (matrix.codebook, part));
             }
         }
-        Places { program, layout, by_name, quantized }
+        Places { program, layout, by_name, quantized, rank: device.rank() }
     }
 
     fn of(&self, part: &WeightPart) -> Stored {
@@ -68,10 +99,22 @@ impl<'a> Places<'a> {
         let tensor = self.program.tensor(id);
         let cols = if part.shape.len() > 1 { tensor.cols() } else { 1 };
         let bytes = tensor.dtype.bytes();
+        let (first, total) = (part.row * cols, part.shape.iter().product::<usize>());
+        let held = tensor.held(self.rank);
+        let elements = inside(held.clone(), first, total);
+        let own = match tensor.shard {
+            Shard::Whole if self.rank > 0 => 0..0,
+            _ => inside(tensor.part(self.rank), first, total),
+        };
+        let at = (first + elements.start).saturating_sub(held.start);
         Place {
-            offset: self.layout.offset(id) + (part.row * cols * bytes) as u64,
-            len: part.shape.iter().product::<usize>() * bytes,
+            home: tensor.home,
+            offset: self.layout.offset(id) + (at * bytes) as u64,
+            len: elements.len() * bytes,
             dtype: tensor.dtype,
+            elements,
+            own,
+            total,
         }
     }
 
@@ -85,12 +128,18 @@ impl<'a> Places<'a> {
         make: &mut dyn FnMut(Format4bit, Packed4bit) -> Result<(), ModelError>,
     ) -> Result<(), DeviceError> {
         let format = Format4bit { codebook, double: part.nested.is_some() };
+        let home = |id: TensorId| self.program.tensor(id).home;
         let at = |id: TensorId| self.layout.offset(id);
         let (mut plain, mut codes, mut absmax, mut offset) = match format.double {
             true => (vec![], vec![0; blocks(elements)], vec![0.0; nested_blocks(elements)], 0.0),
             false => (vec![0.0; blocks(elements)], vec![], vec![], 0.0),
         };
-        device.upload(at(part.codes), elements.div_ceil(2), &mut |bytes| {
+        let all = elements.div_ceil(2);
+        let held = self.program.tensor(part.codes).held(self.rank);
+        device.upload(home(part.codes), at(part.codes), held.len(), &mut |bytes| {
+            // Scales follow from all elements, of which this rank may have a part.
+            let mut whole = if held.len() < all { vec![0; all] } else { Vec::new() };
+            let to = if held.len() < all { &mut whole[..] } else { &mut bytes[..] };
             let scales = match format.double {
                 true => {
                     let (codes, absmax, offset) = (&mut codes[..], &mut absmax[..], &mut offset);
@@ -98,10 +147,14 @@ impl<'a> Places<'a> {
                 }
                 false => Scales::Plain(&mut plain),
             };
-            make(format, Packed4bit { codes: bytes, scales }).map_err(source)
+            make(format, Packed4bit { codes: to, scales }).map_err(source)?;
+            if held.len() < all {
+                bytes.copy_from_slice(&whole[held.clone()]);
+            }
+            Ok(())
         })?;
         let mut put = |id: TensorId, data: &[u8]| {
-            device.upload(at(id), data.len(), &mut |bytes| {
+            device.upload(home(id), at(id), data.len(), &mut |bytes| {
                 bytes.copy_from_slice(data);
                 Ok(())
             })
@@ -142,7 +195,7 @@ pub fn load_weights(
     arch: &Architecture,
     checkpoint: &Checkpoint,
 ) -> Result<(), DeviceError> {
-    let places = Places::new(program, layout);
+    let places = Places::new(device, program, layout);
     let precision = places.precision();
     for part in weight_parts(arch) {
         match places.of(&part) {
@@ -165,12 +218,32 @@ fn read_dense(
     checkpoint: &Checkpoint,
     name: &str,
 ) -> Result<(), DeviceError> {
-    device.upload(place.offset, place.len, &mut |bytes| {
-        let read = match place.dtype {
-            DType::Bf16 => checkpoint.read_bf16(name, bytemuck::cast_slice_mut(bytes)),
-            _ => checkpoint.read_f32(name, bytemuck::cast_slice_mut(bytes)),
-        };
-        read.map_err(source)
+    if place.len == 0 {
+        return Ok(());
+    }
+    device.upload(place.home, place.offset, place.len, &mut |bytes| {
+        if place.is_whole() {
+            let read = match place.dtype {
+                DType::Bf16 => checkpoint.read_bf16(name, bytemuck::cast_slice_mut(bytes)),
+                _ => checkpoint.read_f32(name, bytemuck::cast_slice_mut(bytes)),
+            };
+            return read.map_err(source);
+        }
+        // This rank's part of it: one tensor at a time is there whole.
+        let range = place.elements.clone();
+        match place.dtype {
+            DType::Bf16 => {
+                let mut whole = vec![bf16::ZERO; place.total];
+                checkpoint.read_bf16(name, &mut whole).map_err(source)?;
+                bytes.copy_from_slice(bytemuck::cast_slice(&whole[range]));
+            }
+            _ => {
+                let mut whole = vec![0.0f32; place.total];
+                checkpoint.read_f32(name, &mut whole).map_err(source)?;
+                bytes.copy_from_slice(bytemuck::cast_slice(&whole[range]));
+            }
+        }
+        Ok(())
     })
 }
 
@@ -187,7 +260,7 @@ pub fn init_weights(
     arch: &Architecture,
     seed: u64,
 ) -> Result<(), DeviceError> {
-    let places = Places::new(program, layout);
+    let places = Places::new(device, program, layout);
     for (stream, part) in weight_parts(arch).iter().enumerate() {
         let constant = match part.shape.len() {
             1 if part.source.ends_with("bias") => Some(0.0),
@@ -220,10 +293,16 @@ fn fill_dense(
     place: &Place,
     value: impl Fn(usize) -> f32 + Sync,
 ) -> Result<(), DeviceError> {
-    device.upload(place.offset, place.len, &mut |bytes| {
+    if place.len == 0 {
+        return Ok(());
+    }
+    let first = place.elements.start;
+    device.upload(place.home, place.offset, place.len, &mut |bytes| {
         match place.dtype {
-            DType::Bf16 => fill(bytemuck::cast_slice_mut(bytes), |i| bf16::from_f32(value(i))),
-            _ => fill(bytemuck::cast_slice_mut::<u8, f32>(bytes), &value),
+            DType::Bf16 => {
+                fill(bytemuck::cast_slice_mut(bytes), |i| bf16::from_f32(value(first + i)))
+            }
+            _ => fill(bytemuck::cast_slice_mut::<u8, f32>(bytes), |i| value(first + i)),
         }
         Ok(())
     })
@@ -283,7 +362,7 @@ pub fn load_adapter(
     arch: &Architecture,
     adapter: &Adapter,
 ) -> Result<(), DeviceError> {
-    let places = Places::new(program, layout);
+    let places = Places::new(device, program, layout);
     for part in adapter.lora().parts(arch) {
         if let Stored::Dense(place) = places.of(&part) {
             read_dense(device, &place, adapter.tensors(), &part.source)?;
@@ -306,7 +385,7 @@ pub fn init_adapter(
     lora: &Lora,
     seed: u64,
 ) -> Result<(), DeviceError> {
-    let places = Places::new(program, layout);
+    let places = Places::new(device, program, layout);
     for (stream, part) in lora.parts(arch).iter().enumerate() {
         let Stored::Dense(place) = places.of(part) else { continue };
         if part.tensor.ends_with(".lora_b") {
@@ -384,14 +463,15 @@ pub fn init_state(
 ) -> Result<(), DeviceError> {
     let Some(id) = program.find("rope") else { return Ok(()) };
     let bytes = program.tensor(id).bytes() as usize;
-    device.upload(layout.offset(id), bytes, &mut |bytes| {
+    device.upload(Home::Device, layout.offset(id), bytes, &mut |bytes| {
         arch.fill_rope_table(bytemuck::cast_slice_mut(bytes));
         Ok(())
     })
 }
 
 /// Hands tensors of the slab to `write`, in the order of `parts` ([`weight_parts`] or
-/// [`Lora::parts`]): name, type, bytes.
+/// [`Lora::parts`]): name, type, the elements that this rank answers for, their bytes.
+/// A rank alone answers for all; of several, each for its own and none for another's.
 ///
 /// # Errors
 /// The device's own, or what `write` reports.
@@ -403,15 +483,21 @@ pub fn save_parts(
     program: &Program,
     layout: &Layout,
     parts: &[WeightPart],
-    mut write: impl FnMut(&str, DType, &[u8]) -> Result<(), ModelError>,
+    mut write: impl FnMut(&str, DType, Range<usize>, &[u8]) -> Result<(), ModelError>,
 ) -> Result<(), DeviceError> {
-    let places = Places::new(program, layout);
+    let places = Places::new(device, program, layout);
     for part in parts {
         let Stored::Dense(place) = places.of(part) else {
             panic!("`{}` is in four bits", part.source)
         };
-        device.download(place.offset, place.len, &mut |bytes| {
-            write(&part.source, place.dtype, bytes).map_err(source)
+        let skipped = place.own.start.saturating_sub(place.elements.start) as u64;
+        let (bytes, own) = (place.dtype.bytes(), place.own.clone());
+        let offset = place.offset + skipped * bytes as u64;
+        if own.is_empty() {
+            continue;
+        }
+        device.download(place.home, offset, own.len() * bytes, &mut |bytes| {
+            write(&part.source, place.dtype, own.clone(), bytes).map_err(source)
         })?;
     }
     Ok(())

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use half::bf16;
 use plimsoll_arch::{Architecture, DType};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::ModelError;
@@ -53,6 +54,15 @@ pub struct TensorSpec {
     pub shape: Vec<usize>,
     /// f32, bf16 or u8.
     pub dtype: DType,
+}
+
+/// Where a tensor lies while its file is being written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FilePlace {
+    pub name: String,
+    pub path: PathBuf,
+    /// Of its first byte.
+    pub offset: u64,
 }
 
 struct Planned {
@@ -206,6 +216,40 @@ impl SafetensorsWriter {
         // An unwritable folder shows now, not after the first tensor is ready.
         writer.start_shard(0)?;
         Ok(writer)
+    }
+
+    /// Makes every file in its full length, for several writers that each fill ranges of
+    /// it; says where each tensor lies. Each flushes what it wrote; [`finish`] comes after all.
+    ///
+    /// [`finish`]: SafetensorsWriter::finish
+    ///
+    /// # Errors
+    /// The disk refuses.
+    pub fn open_to_all(&mut self) -> Result<Vec<FilePlace>, ModelError> {
+        let mut places = Vec::with_capacity(self.tensors.len());
+        let mut end = self.shards.first().map_or(0, |s| s.header.len() as u64);
+        for index in 0..self.tensors.len() {
+            let shard = self.tensors[index].shard;
+            if self.temporary.len() == shard {
+                self.set_length(end)?;
+                self.close_shard()?;
+                self.start_shard(shard)?;
+                end = self.shards[shard].header.len() as u64;
+            }
+            let tensor = &self.tensors[index];
+            let (name, path) = (tensor.name.clone(), self.temporary[shard].clone());
+            places.push(FilePlace { name, path, offset: end });
+            end += (tensor.elements * tensor.dtype.bytes()) as u64;
+        }
+        self.set_length(end)?;
+        self.next = self.tensors.len();
+        Ok(places)
+    }
+
+    fn set_length(&self, length: u64) -> Result<(), ModelError> {
+        let Some(file) = &self.open else { return Ok(()) };
+        let path = &self.temporary[self.temporary.len() - 1];
+        file.set_len(length).map_err(|e| failed(path, length as usize, e))
     }
 
     /// Writes the next tensor from float32, rounded (to nearest, ties to even)

@@ -24,6 +24,9 @@ pub fn stream_family(program: &Program, kind: &OpKind) -> Option<(&'static str, 
         | OpKind::LinearBackwardWeight { .. }
         | OpKind::Attention { .. }
         | OpKind::AttentionBackward { .. } => return None,
+        OpKind::ToDevice { to: piece, .. } | OpKind::ToHost { from: piece, .. } => {
+            (kind.name(), dtype(&piece.tensor))
+        }
         OpKind::AttentionCached { qkv, .. } => (kind.name(), dtype(qkv)),
         OpKind::Embed { table, .. } => (kind.name(), dtype(table)),
         OpKind::EmbedBackward { d_x, .. } => (kind.name(), dtype(d_x)),
@@ -38,17 +41,24 @@ pub fn stream_family(program: &Program, kind: &OpKind) -> Option<(&'static str, 
         OpKind::CrossEntropy { logits, .. } => ("cross_entropy_loss", dtype(logits)),
         OpKind::SumLosses { .. } => (kind.name(), DType::F32),
         OpKind::GradNorm { grads, .. } => (kind.name(), grads.first().map_or(DType::F32, dtype)),
-        OpKind::AdamW { param, m, .. } => match dtype(m) {
-            DType::Bf16 => ("adamw_bf16_state", dtype(param)),
-            _ => ("adamw", dtype(param)),
+        OpKind::GradSquares { grads, .. } => ("grad_norm", grads.first().map_or(DType::F32, dtype)),
+        OpKind::ClipFactor { .. }
+        | OpKind::AllGather { .. }
+        | OpKind::ReduceScatter { .. }
+        | OpKind::AllReduce { .. }
+        | OpKind::Hold { .. } => (kind.name(), DType::F32),
+        OpKind::Convert { out, .. } => (kind.name(), dtype(out)),
+        OpKind::AdamW { param, m, .. } => match dtype(&m.tensor) {
+            DType::Bf16 => ("adamw_bf16_state", dtype(&param.tensor)),
+            _ => ("adamw", dtype(&param.tensor)),
         },
-        OpKind::AdamW8bit { param, .. } => (kind.name(), dtype(param)),
+        OpKind::AdamW8bit { param, .. } => (kind.name(), dtype(&param.tensor)),
         OpKind::Dequantize { out, .. } => (kind.name(), dtype(out)),
         OpKind::Argmax { x, .. } => (kind.name(), dtype(x)),
         OpKind::LinearQuantized { x, .. } => (kind.name(), dtype(&x.tensor)),
         OpKind::Dropout { x, .. } => (kind.name(), dtype(x)),
-        OpKind::Sgd { param, velocity: Some(_), .. } => ("sgd_momentum", dtype(param)),
-        OpKind::Sgd { param, .. } => ("sgd", dtype(param)),
+        OpKind::Sgd { param, velocity: Some(_), .. } => ("sgd_momentum", dtype(&param.tensor)),
+        OpKind::Sgd { param, .. } => ("sgd", dtype(&param.tensor)),
     })
 }
 
@@ -109,7 +119,19 @@ impl DeviceProfile {
                 let dtype = program.tensor(*qkv).dtype;
                 self.attention_seconds(dtype, shape, document_tokens, true)
             }
-            kind => self.stream_seconds(stream_family(program, kind), program.work(op).bytes),
+            OpKind::ToDevice { from, .. } => {
+                1e-6 * self.launch_us + view_bytes(from) / self.to_device_bytes_per_second
+            }
+            OpKind::ToHost { from, .. } => {
+                1e-6 * self.launch_us + view_bytes(from) / self.to_host_bytes_per_second
+            }
+            OpKind::Hold { .. } => 0.0,
+            kind => {
+                let collective = self.peers.as_ref().and_then(|p| p.seconds(program, kind));
+                collective.unwrap_or_else(|| {
+                    self.stream_seconds(stream_family(program, kind), program.work(op).bytes)
+                })
+            }
         }
     }
 

@@ -2,36 +2,63 @@
 
 use std::ops::Range;
 
-use plimsoll_program::Program;
+use plimsoll_comm::Communicator;
+use plimsoll_program::{Home, Program};
 
 use crate::Layout;
 
+/// Bytes of the slab of each home.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SlabSizes {
+    pub device: u64,
+    /// Page-locked where the device is not the CPU itself.
+    pub host: u64,
+}
+
+impl From<u64> for SlabSizes {
+    /// Everything is on the device.
+    fn from(device: u64) -> SlabSizes {
+        SlabSizes { device, host: 0 }
+    }
+}
+
+impl SlabSizes {
+    pub fn of(self, home: Home) -> u64 {
+        match home {
+            Home::Device => self.device,
+            Home::Host => self.host,
+        }
+    }
+}
+
 /// A device with its memory reserved.
 ///
-/// The slab is reserved once, at exactly the planned size, and is zero then;
-/// nothing is allocated while a program runs.
+/// A slab for each home is reserved once, at exactly the planned size, and is zero
+/// then; nothing is allocated while a program runs.
 pub trait Device {
-    /// Bytes of the slab.
-    fn slab_bytes(&self) -> u64;
+    /// Bytes of the slabs.
+    fn slabs(&self) -> SlabSizes;
 
-    /// Fills `len` bytes at `offset` of the slab. `fill` is given memory of
-    /// that length to write to; on the CPU that is the slab itself.
+    /// Fills `len` bytes at `offset` of the slab of a home. `fill` is given memory
+    /// of that length to write to; on the CPU that is the slab itself.
     ///
     /// # Errors
     /// The device's own; or whatever `fill` reports, passed through.
     fn upload(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError>;
 
-    /// Hands `len` bytes at `offset` of the slab to `read`.
+    /// Hands `len` bytes at `offset` of the slab of a home to `read`.
     ///
     /// # Errors
     /// As for [`Device::upload`].
     fn download(
         &mut self,
+        home: Home,
         offset: u64,
         len: usize,
         read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
@@ -45,6 +72,17 @@ pub trait Device {
     /// The driver's own.
     fn taken_bytes(&mut self) -> Result<Option<Taken>, DeviceError> {
         Ok(None)
+    }
+
+    /// Rank of this device among those that train one model.
+    fn rank(&self) -> usize {
+        0
+    }
+
+    /// The ranks that train one model, for what they agree on outside of programs;
+    /// none for a device alone.
+    fn group(&mut self) -> Option<&mut dyn Communicator> {
+        None
     }
 
     /// Runs one section of a program once.
@@ -84,6 +122,8 @@ pub struct Taken {
     pub total: u64,
     /// Context, modules, libraries and captured sections.
     pub overhead: u64,
+    /// What the kernel made resident for the slab in host memory.
+    pub host: u64,
 }
 
 /// Why a device could not do what it was asked.
@@ -93,6 +133,14 @@ pub enum DeviceError {
         "the system refused {bytes} bytes for the slab ({cause}): lower --batch or --seq, or free memory"
     )]
     Reserve { bytes: u64, cause: std::io::Error },
+    #[error(
+        "this program is that of one of {ranks} ranks, and the device belongs to {found}: give it a group of {ranks}"
+    )]
+    Ranks { ranks: usize, found: usize },
+    #[error(
+        "the system refused {bytes} bytes of page-locked host memory ({cause}): offload less, or raise `ulimit -l`"
+    )]
+    ReserveHost { bytes: u64, cause: std::io::Error },
     #[error("{0}")]
     Source(#[source] Box<dyn std::error::Error + Send + Sync>),
 }

@@ -10,6 +10,7 @@ use std::collections::hash_map::Entry;
 
 use plimsoll_program::{Class, Home, Program, TensorId};
 
+use crate::SlabSizes;
 use crate::lifetime::{Lifetime, lifetimes};
 
 /// Every offset is a multiple of this: wide enough for any vector load of a
@@ -101,7 +102,7 @@ pub fn lay_out_together(programs: &[&Program]) -> Result<Vec<Layout>, LayoutErro
     Ok(layouts)
 }
 
-fn home_index(home: Home) -> usize {
+pub(crate) fn home_index(home: Home) -> usize {
     match home {
         Home::Device => 0,
         Home::Host => 1,
@@ -282,6 +283,11 @@ impl Layout {
     /// No op touches the tensor: a fault of whoever asks.
     pub fn offset(&self, tensor: TensorId) -> u64 {
         self.placements[tensor.index()].expect("a tensor that ops touch has a place").offset
+    }
+
+    /// Bytes of the slab of each home.
+    pub fn slabs(&self) -> SlabSizes {
+        SlabSizes { device: self.slab_bytes, host: self.host_bytes }
     }
 
     /// Slab bytes above the lower bound, as a fraction of it.

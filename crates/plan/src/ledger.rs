@@ -1,13 +1,13 @@
 //! The ledger: where the bytes are, and what a plan prints.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use plimsoll_arch::Architecture;
-use plimsoll_program::{Class, Home, Method, Program, Recipe};
+use plimsoll_program::{Class, Home, Lane, Method, OpKind, Program, Recipe};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::{DeviceProfile, Layout, schedule};
+use crate::{DeviceKind, DeviceProfile, Layout, Peers, Schedule, schedule};
 
 /// A tensor that is alive at the peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -43,9 +43,14 @@ pub struct PlanReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
     pub step_seconds: f64,
+    /// Of all ranks together.
     pub tokens_per_second: f64,
+    /// Of one rank.
     pub flops_per_step: f64,
     pub bottleneck: &'static str,
+    /// Seconds in which each lane is busy, where there is more than one.
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    pub lane_seconds: Map<String, Value>,
     /// The device that the seconds are for.
     pub device: String,
     /// Where its figures come from.
@@ -53,12 +58,34 @@ pub struct PlanReport {
     /// What the step costs, where a price is known.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub cost: Option<Cost>,
+    /// What goes between the ranks, where there are several.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub communication: Option<Communication>,
     pub fragmentation: f64,
     pub tensors: usize,
     pub ops: usize,
     /// The largest tensors alive at the peak, largest first.
     pub largest: Vec<Live>,
     pub recipe: Value,
+}
+
+/// Ranks, and what their collectives cost one of them in a step.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Communication {
+    pub ranks: usize,
+    pub nodes: usize,
+    pub zero: u8,
+    /// Type in which gradients are summed.
+    pub reduce_dtype: String,
+    /// What a rank hands to collectives and gets from them, in a step.
+    pub bytes: u64,
+    /// In which the communication lane is busy, and in which nothing else is.
+    pub seconds: f64,
+    pub exposed_seconds: f64,
+    /// What NCCL takes of every device, outside the slab; part of `overhead_bytes`.
+    pub nccl_bytes: u64,
+    /// Where the rates of the links come from.
+    pub source: String,
 }
 
 /// Money, in US dollars.
@@ -72,9 +99,10 @@ pub struct Cost {
 }
 
 impl PlanReport {
-    /// Adds what a step costs at a price.
+    /// Adds what a step costs at a price of one device.
     pub fn with_price(mut self, usd_per_hour: f64, source: String) -> PlanReport {
-        let usd_per_second = usd_per_hour / 3600.0;
+        let ranks = self.communication.as_ref().map_or(1, |c| c.ranks);
+        let usd_per_second = ranks as f64 * usd_per_hour / 3600.0;
         self.cost = Some(Cost {
             price_usd_per_hour: usd_per_hour,
             price_source: source,
@@ -111,6 +139,42 @@ fn class_index(class: Class) -> usize {
     Class::ALL.iter().position(|c| *c == class).expect("ALL has every class")
 }
 
+fn communication(
+    recipe: &Recipe,
+    program: &Program,
+    peers: &Peers,
+    schedule: &Schedule,
+) -> Communication {
+    let mut bytes = 0.0;
+    for section in &program.sections {
+        let ops = &program.ops[section.ops.clone()];
+        let collectives = ops.iter().filter(|op| op.kind.lane() == Lane::Communication);
+        bytes += section.repeat as f64 * collectives.map(|op| program.work(op).bytes).sum::<f64>();
+    }
+    Communication {
+        ranks: peers.ranks,
+        nodes: peers.nodes,
+        zero: recipe.sharding.zero,
+        reduce_dtype: recipe.sharding.reduce.to_string(),
+        bytes: bytes as u64,
+        seconds: schedule.lane_seconds[Lane::Communication.index()],
+        exposed_seconds: schedule.exposed_seconds,
+        nccl_bytes: peers.nccl_bytes,
+        source: peers.source.clone(),
+    }
+}
+
+/// The busy lanes by name; nothing where there is only one.
+fn lane_seconds(schedule: &Schedule) -> Map<String, Value> {
+    let busy: Map<String, Value> = Lane::ALL
+        .into_iter()
+        .map(|lane| (lane.name().replace(' ', "_"), schedule.lane_seconds[lane.index()]))
+        .filter(|(_, seconds)| *seconds > 0.0)
+        .map(|(name, seconds)| (name, seconds.into()))
+        .collect();
+    if busy.len() > 1 { busy } else { Map::new() }
+}
+
 /// Puts a plan into words and numbers; `document_tokens` as in [`schedule`].
 pub fn plan_report(
     arch: &Architecture,
@@ -121,7 +185,7 @@ pub fn plan_report(
     memory_bytes: Option<u64>,
     document_tokens: Option<f64>,
 ) -> PlanReport {
-    let schedule = schedule(program, device, document_tokens);
+    let schedule = schedule(program, layout, device, document_tokens);
     let mut by_class: BTreeMap<Class, u64> = BTreeMap::new();
     let mut largest: Vec<Live> = Vec::new();
     for (tensor, life) in program.tensors.iter().zip(&layout.lifetimes) {
@@ -134,12 +198,33 @@ pub fn plan_report(
     }
     largest.sort_by_key(|l| std::cmp::Reverse(l.bytes));
     largest.truncate(12);
-    let tokens = (recipe.batch * recipe.accumulate) as f64
+    let tokens = (recipe.batch * recipe.accumulate * recipe.sharding.ranks) as f64
         * if recipe.method == Method::Infer { 1.0 } else { recipe.seq as f64 };
     let parameters = arch.parameters() as u64;
-    let gradients = program.tensors.iter().filter(|t| t.class == Class::Gradient);
-    let trainable = gradients.map(|t| t.elements() as u64).sum();
-    let needed = layout.slab_bytes + device.overhead_bytes;
+    // Pieces of a parameter are updated one by one; each parameter is counted once.
+    let mut updated = HashSet::new();
+    let mut trainable = 0;
+    for op in &program.ops {
+        let stream = match &op.kind {
+            OpKind::AdamW { stream, .. }
+            | OpKind::AdamW8bit { stream, .. }
+            | OpKind::Sgd { stream, .. } => *stream,
+            _ => continue,
+        };
+        if let Some((param, ..)) = op.kind.update_operands()
+            && updated.insert(stream)
+        {
+            trainable += program.tensor(param.tensor).elements() as u64;
+        }
+    }
+    // On the CPU both slabs are in one memory.
+    let beside = if device.kind == DeviceKind::Cpu { layout.host_bytes } else { 0 };
+    let needed = layout.slab_bytes + device.overhead_bytes + beside;
+    let communication = device
+        .peers
+        .as_ref()
+        .filter(|_| recipe.sharding.ranks > 1)
+        .map(|peers| communication(recipe, program, peers, &schedule));
     PlanReport {
         model: arch.name.clone(),
         parameters,
@@ -161,9 +246,11 @@ pub fn plan_report(
         tokens_per_second: tokens / schedule.step_seconds,
         flops_per_step: program.flops(),
         bottleneck: schedule.bottleneck,
+        lane_seconds: lane_seconds(&schedule),
         device: device.name.clone(),
         device_source: device.source.clone(),
         cost: None,
+        communication,
         fragmentation: layout.fragmentation(),
         tensors: program.tensors.len(),
         ops: program.ops.len(),

@@ -7,21 +7,25 @@
 mod catalogue;
 mod cost;
 mod device;
+mod events;
 mod guess;
 mod interpolate;
 mod layout;
 mod ledger;
 mod lifetime;
+mod peers;
 mod profile;
 mod schedule;
 
 pub use catalogue::{Gpu, Price, closest_gpu, gpu, gpu_names, h200_profile};
 pub use cost::stream_family;
-pub use device::{Device, DeviceError, LaunchTime, Taken};
+pub use device::{Device, DeviceError, LaunchTime, SlabSizes, Taken};
+pub use events::Waits;
 pub use guess::cpu_profile;
 pub use layout::{ALIGNMENT, Layout, LayoutError, Placement, lay_out, lay_out_together};
-pub use ledger::{Cost, Live, PlanReport, live_bytes, plan_report};
+pub use ledger::{Communication, Cost, Live, PlanReport, live_bytes, plan_report};
 pub use lifetime::{Lifetime, lifetimes};
+pub use peers::Peers;
 pub use profile::{
     Attention, Check, DeviceKind, DeviceProfile, Orientation, PROFILE_FORMAT, PerType, Products,
     ProfileError, Stream,

@@ -50,7 +50,7 @@ pub fn lifetimes(program: &Program) -> Vec<Option<Lifetime>> {
 #[cfg(test)]
 mod tests {
     use plimsoll_arch::DType;
-    use plimsoll_program::{Class, Home, Op, OpKind, Phase, Section, Tensor, TensorId};
+    use plimsoll_program::{Class, Home, Op, OpKind, Phase, Section, Shard, Tensor, TensorId};
 
     use super::*;
 
@@ -62,6 +62,7 @@ mod tests {
             dtype: DType::F32,
             class: Class::Activation,
             home: Home::Device,
+            shard: Shard::Whole,
             resident: false,
         };
         let add = |from: usize, to: usize| Op {

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use plimsoll_arch::DType;
 use serde::{Deserialize, Serialize};
 
+use crate::Peers;
 use crate::interpolate::{interpolate, make_monotone};
 
 /// The version of the file's layout.
@@ -58,6 +59,9 @@ pub struct DeviceProfile {
     pub products: PerType<Products>,
     pub attention: PerType<Vec<Attention>>,
     pub streams: PerType<BTreeMap<String, Stream>>,
+    /// The devices that train one model with this one; none where it is alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peers: Option<Peers>,
     /// A training step that was timed when everything else was.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub check: Option<Check>,

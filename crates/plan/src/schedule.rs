@@ -1,9 +1,11 @@
-//! Seconds: what each op costs on a device, and what bounds the step.
+//! Seconds: what each op costs on a device, how the lanes overlap, and what bounds
+//! the step.
 
 use plimsoll_arch::DType;
-use plimsoll_program::{OpKind, Program};
+use plimsoll_program::{Lane, OpKind, Program, Section};
 
 use crate::profile::{DeviceProfile, PerType};
+use crate::{Layout, Waits};
 
 /// Planned time of one op.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -11,6 +13,9 @@ pub struct OpTime {
     pub seconds: f64,
     /// The op waits for memory rather than for arithmetic.
     pub memory_bound: bool,
+    pub lane: Lane,
+    /// When the op starts, in seconds since its section did.
+    pub start: f64,
 }
 
 /// Planned time of a step.
@@ -21,54 +26,139 @@ pub struct Schedule {
     pub arithmetic_seconds: f64,
     /// Seconds of the compute lane that memory traffic bounds.
     pub memory_seconds: f64,
-    /// What to speed up first: `arithmetic` or `memory`.
+    /// Seconds in which each lane has something to do, by [`Lane::index`].
+    pub lane_seconds: [f64; Lane::ALL.len()],
+    /// Seconds in which the communication lane works and the compute lane does not.
+    pub exposed_seconds: f64,
+    /// What to speed up first: `arithmetic`, `memory`, `link` (between host and
+    /// device), or `communication`.
     pub bottleneck: &'static str,
     /// One execution of each op.
     pub ops: Vec<OpTime>,
 }
 
-/// Simulates one step on a device. Every op of today's programs runs on the
-/// compute lane, one after the other.
+/// Simulates one step on a device: lanes run beside each other, ops wait for what
+/// [`Waits`] says, and all lanes join at the end of each run of a section.
 ///
 /// `document_tokens` is how long the documents of a row are, where attention stays
 /// within them: the mean over all tokens of the length of a token's own document.
 /// None is one document a row, the most that attention can cost.
 pub fn schedule(
     program: &Program,
+    layout: &Layout,
     device: &DeviceProfile,
     document_tokens: Option<f64>,
 ) -> Schedule {
+    let waits = Waits::new(program, layout);
     let mut ops = Vec::with_capacity(program.ops.len());
+    let mut step_seconds = 1e-6 * device.step_us;
     let (mut arithmetic_seconds, mut memory_seconds) = (0.0, 0.0);
-    let peak =
-        PerType { bf16: device.products.bf16.best_rate(), f32: device.products.f32.best_rate() };
+    let mut lane_seconds = [0.0; Lane::ALL.len()];
+    let mut exposed_seconds = 0.0;
     for section in &program.sections {
-        let mut rest = &program.ops[section.ops.clone()];
-        while !rest.is_empty() {
-            let (count, seconds) = device.launch_seconds(program, rest, document_tokens);
-            let (now, later) = rest.split_at(count);
-            let total: f64 = now.iter().map(|op| program.work(op).bytes).sum();
-            for op in now {
-                let work = program.work(op);
-                let arithmetic = work.matmul_flops / peak.of(operand_type(program, &op.kind));
-                let memory_bound = work.bytes / device.copy_bytes_per_second > arithmetic;
-                // One launch is shared out by the bytes that each op moves.
-                let share = if total > 0.0 { work.bytes / total } else { 1.0 / count as f64 };
-                let seconds = seconds * share;
-                let lane = if memory_bound { &mut memory_seconds } else { &mut arithmetic_seconds };
-                *lane += seconds * section.repeat as f64;
-                ops.push(OpTime { seconds, memory_bound });
+        time_ops(program, section, &waits, device, document_tokens, &mut ops);
+        let repeat = section.repeat as f64;
+        step_seconds += repeat * overlap(section, &waits, &mut ops);
+        exposed_seconds += repeat * exposed(&ops[section.ops.clone()]);
+        for op in &ops[section.ops.clone()] {
+            lane_seconds[op.lane.index()] += repeat * op.seconds;
+            match (op.lane, op.memory_bound) {
+                (Lane::Compute, true) => memory_seconds += repeat * op.seconds,
+                (Lane::Compute, false) => arithmetic_seconds += repeat * op.seconds,
+                _ => {}
             }
-            rest = later;
         }
     }
+    let busiest = Lane::ALL
+        .into_iter()
+        .rev()
+        .max_by(|a, b| lane_seconds[a.index()].total_cmp(&lane_seconds[b.index()]));
+    let bottleneck = match busiest {
+        Some(Lane::HostToDevice | Lane::DeviceToHost) => "link",
+        Some(Lane::Communication) => "communication",
+        _ if memory_seconds > arithmetic_seconds => "memory",
+        _ => "arithmetic",
+    };
     Schedule {
-        step_seconds: arithmetic_seconds + memory_seconds + 1e-6 * device.step_us,
-        bottleneck: if memory_seconds > arithmetic_seconds { "memory" } else { "arithmetic" },
+        step_seconds,
         arithmetic_seconds,
         memory_seconds,
+        lane_seconds,
+        exposed_seconds,
+        bottleneck,
         ops,
     }
+}
+
+/// Appends the seconds of a section's ops, each on its own.
+fn time_ops(
+    program: &Program,
+    section: &Section,
+    waits: &Waits,
+    device: &DeviceProfile,
+    document_tokens: Option<f64>,
+    ops: &mut Vec<OpTime>,
+) {
+    let peak =
+        PerType { bf16: device.products.bf16.best_rate(), f32: device.products.f32.best_rate() };
+    let mut at = section.ops.start;
+    while at < section.ops.end {
+        let rest = &program.ops[at..waits.launch_end(program, at, section.ops.end)];
+        let (count, seconds) = device.launch_seconds(program, rest, document_tokens);
+        let now = &rest[..count];
+        let total: f64 = now.iter().map(|op| program.work(op).bytes).sum();
+        for op in now {
+            let work = program.work(op);
+            let arithmetic = work.matmul_flops / peak.of(operand_type(program, &op.kind));
+            let memory_bound = work.bytes / device.copy_bytes_per_second > arithmetic;
+            // One launch is shared out by the bytes that each op moves.
+            let share = if total > 0.0 { work.bytes / total } else { 1.0 / count as f64 };
+            let lane = op.kind.lane();
+            ops.push(OpTime { seconds: seconds * share, memory_bound, lane, start: 0.0 });
+        }
+        at += count;
+    }
+}
+
+/// Starts each op of a section when its lane and what it waits for are ready; the
+/// seconds until the last lane is.
+fn overlap(section: &Section, waits: &Waits, ops: &mut [OpTime]) -> f64 {
+    let mut free = [0.0f64; Lane::ALL.len()];
+    for at in section.ops.clone() {
+        let end = |op: &usize| ops[*op].start + ops[*op].seconds;
+        let ready = waits.of(at).iter().map(end).fold(0.0, f64::max);
+        let lane = ops[at].lane.index();
+        ops[at].start = ready.max(free[lane]);
+        free[lane] = ops[at].start + ops[at].seconds;
+    }
+    free.into_iter().fold(0.0, f64::max)
+}
+
+/// Seconds of a section in which the communication lane works and the compute lane
+/// does not.
+fn exposed(ops: &[OpTime]) -> f64 {
+    let on = |lane: Lane| ops.iter().filter(move |op| op.lane == lane);
+    let mut compute = on(Lane::Compute).peekable();
+    let mut seconds = 0.0;
+    for op in on(Lane::Communication) {
+        let (mut at, end) = (op.start, op.start + op.seconds);
+        // Both lanes are in order of time: what ended before `at` is of no use later.
+        while compute.next_if(|c| c.start + c.seconds <= at).is_some() {}
+        let mut busy = compute.clone();
+        while at < end {
+            match busy.next() {
+                Some(c) if c.start < end => {
+                    seconds += (c.start - at).max(0.0);
+                    at = at.max(c.start + c.seconds);
+                }
+                _ => {
+                    seconds += end - at;
+                    at = end;
+                }
+            }
+        }
+    }
+    seconds
 }
 
 /// Type of the first operand that an op has: what its arithmetic reads.

@@ -2,13 +2,14 @@
 
 use plimsoll_arch::{Architecture, DType, preset};
 use plimsoll_plan::{
-    DeviceKind, DeviceProfile, Orientation, ProfileError, cpu_profile, gpu, h200_profile, schedule,
+    DeviceKind, DeviceProfile, Orientation, ProfileError, cpu_profile, gpu, h200_profile, lay_out,
+    schedule,
 };
 use plimsoll_program::{NoWorkspace, OpKind, Recipe, Recompute, RecomputePlan, build};
 
 fn seconds(arch: &Architecture, recipe: &Recipe, device: &DeviceProfile) -> f64 {
     let program = build::train(arch, recipe, &NoWorkspace).unwrap();
-    schedule(&program, device, None).step_seconds
+    schedule(&program, &lay_out(&program), device, None).step_seconds
 }
 
 fn devices() -> Vec<DeviceProfile> {
@@ -49,7 +50,7 @@ fn a_schedule_is_the_sum_of_its_ops() {
     let recipe = Recipe { accumulate: 3, ..Recipe::full(DType::Bf16, 2, 512) };
     let program = build::train(&arch, &recipe, &NoWorkspace).unwrap();
     let device = h200_profile();
-    let plan = schedule(&program, device, None);
+    let plan = schedule(&program, &lay_out(&program), device, None);
     assert_eq!(plan.ops.len(), program.ops.len());
     let mut total = 1e-6 * device.step_us;
     for section in &program.sections {
@@ -82,7 +83,8 @@ fn products_are_alike_with_their_transposes_and_attention_follows_documents() {
 
     let arch = preset("llama-3-8b").unwrap();
     let program = build::train(&arch, &Recipe::full(DType::Bf16, 4, 2048), &NoWorkspace).unwrap();
-    let with = |documents| schedule(&program, device, documents).step_seconds;
+    let layout = lay_out(&program);
+    let with = |documents| schedule(&program, &layout, device, documents).step_seconds;
     let lengths = [1.0, 100.0, 500.0, 1000.0, 2048.0].map(|n| with(Some(n)));
     // Very short rows keep tensor cores less busy: a measured profile may show it.
     assert!(lengths.windows(2).all(|l| l[1] > 0.99 * l[0]), "{lengths:?}");

@@ -3,8 +3,10 @@
 use std::time::Instant;
 
 use plimsoll_arch::{Architecture, DType, preset};
-use plimsoll_plan::{lay_out, lay_out_together};
-use plimsoll_program::{NoWorkspace, Recipe, Recompute, RecomputePlan, build};
+use plimsoll_plan::{h200_profile, lay_out, lay_out_together, schedule};
+use plimsoll_program::{
+    AdamW, Home, NoWorkspace, Offload, Optimizer, Recipe, Recompute, RecomputePlan, build,
+};
 
 fn arch(name: &str) -> Architecture {
     preset(name).unwrap()
@@ -77,4 +79,73 @@ fn prefill_and_decode_share_weights_and_caches() {
     let (a, b) =
         (prefill.find("layers.0.k_cache").unwrap(), decode.find("layers.0.k_cache").unwrap());
     assert_eq!(layouts[0].offset(a), layouts[1].offset(b));
+}
+
+fn offloaded(offload: Offload, batch: usize) -> Recipe {
+    Recipe {
+        recompute: RecomputePlan::uniform(Recompute::Block),
+        optimizer: Optimizer::AdamW(AdamW { state: DType::Bf16, ..AdamW::default() }),
+        optimizer_in_backward: true,
+        max_grad_norm: None,
+        offload,
+        ..Recipe::full(DType::Bf16, batch, 2048)
+    }
+}
+
+#[test]
+fn both_slabs_are_tight_and_nobody_overlaps() {
+    for model in ["smollm2-135m", "qwen3-8b", "llama-3-8b"] {
+        let arch = arch(model);
+        let mut before = None;
+        for offload in Offload::ALL {
+            let recipe = offloaded(offload, 4);
+            let train = build::train(&arch, &recipe, &NoWorkspace).unwrap();
+            let evaluate = build::evaluate(&arch, &recipe, &NoWorkspace).unwrap();
+            train.verify().unwrap();
+            evaluate.verify().unwrap();
+            let layouts = lay_out_together(&[&train, &evaluate]).unwrap();
+            layouts[0].verify(&train).unwrap();
+            layouts[1].verify(&evaluate).unwrap();
+            let layout = &layouts[0];
+            println!(
+                "{model:15} {:22}: {:.2} + {:.2} GB, {:+.3} %",
+                offload.name(),
+                layout.slab_bytes as f64 / 1e9,
+                layout.host_bytes as f64 / 1e9,
+                100.0 * layout.fragmentation()
+            );
+            assert!(layout.fragmentation() < 0.02);
+            let far: u64 = train
+                .tensors
+                .iter()
+                .zip(&layout.placements)
+                .filter(|(t, place)| t.home == Home::Host && place.is_some())
+                .map(|(t, _)| t.bytes())
+                .sum();
+            // Block inputs are all alive at the end of the forward pass.
+            assert!(layout.host_bytes >= far && layout.host_bytes <= far + far / 100);
+            assert_eq!(layout.host_bytes == 0, offload == Offload::None);
+            let slab = *before.get_or_insert(layout.slab_bytes);
+            assert!(offload == Offload::None || layout.slab_bytes < slab);
+        }
+    }
+}
+
+#[test]
+fn the_link_costs_little_once_there_is_enough_to_do() {
+    let arch = arch("llama-3-8b");
+    let seconds = |offload, batch| {
+        let program = build::train(&arch, &offloaded(offload, batch), &NoWorkspace).unwrap();
+        schedule(&program, &lay_out(&program), h200_profile(), None)
+    };
+    // Bound by the link: its bytes over its rate, and hardly more.
+    let alone = seconds(Offload::Optimizer, 1);
+    let link = alone.lane_seconds.iter().copied().fold(0.0, f64::max);
+    assert_eq!(alone.bottleneck, "link");
+    let step = alone.step_seconds;
+    assert!(step < 1.0 && step < 1.15 * link, "{step} of {link}");
+    // Bound by arithmetic: nearly as fast as without.
+    let (none, with) = (seconds(Offload::None, 8), seconds(Offload::Optimizer, 8));
+    assert_eq!(with.bottleneck, "arithmetic");
+    assert!(with.step_seconds < 1.02 * none.step_seconds);
 }

@@ -3,11 +3,13 @@
 use clap::ValueEnum;
 use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_cuda::{CudaDevice, CudaTarget, device_info};
-use plimsoll_plan::Device;
+use plimsoll_plan::{Device, SlabSizes};
 use plimsoll_program::Target;
 
 use crate::exit::Stop;
+use crate::ranks::Member;
 use crate::recipe_args::Precision;
+use crate::units;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DeviceArg {
@@ -60,14 +62,59 @@ impl DeviceArg {
         }
     }
 
-    /// Reserves a slab.
+    /// Reserves the slabs for one rank of a group.
     ///
     /// # Errors
     /// There is no such device, or not that much memory.
-    pub fn reserve(self, slab_bytes: u64) -> Result<Box<dyn Device>, Stop> {
+    pub fn reserve_in(
+        self,
+        slabs: impl Into<SlabSizes>,
+        member: Member,
+    ) -> Result<Box<dyn Device>, Stop> {
+        let Some(group) = member.group else { return self.reserve(slabs) };
         Ok(match self {
-            DeviceArg::Cpu => Box::new(CpuDevice::new(slab_bytes, crate::threads())?),
-            DeviceArg::Cuda => Box::new(CudaDevice::new(slab_bytes, 0)?),
+            DeviceArg::Cpu => Box::new(CpuDevice::in_group(slabs, member.threads, group)?),
+            DeviceArg::Cuda => Box::new(CudaDevice::in_group(slabs, member.ordinal, group)?),
+        })
+    }
+
+    /// Bytes that both slabs take of the memory of the device: on the CPU all of it.
+    pub fn slab_bytes(self, slabs: SlabSizes) -> u64 {
+        match self {
+            DeviceArg::Cpu => slabs.device + slabs.host,
+            DeviceArg::Cuda => slabs.device,
+        }
+    }
+
+    /// Refuses a slab in host memory that is larger than the host's: `given`, or what
+    /// the kernel says. (What is locked cannot be swapped out.)
+    ///
+    /// # Errors
+    /// Status 3.
+    pub fn host_must_fit(self, slabs: SlabSizes, given: Option<u64>) -> Result<(), Stop> {
+        if self == DeviceArg::Cpu || slabs.host == 0 {
+            return Ok(());
+        }
+        let own = || plimsoll_measure::machine_memory_limit().map_err(Stop::input);
+        let limit = given.map_or_else(own, Ok)?;
+        if slabs.host <= limit {
+            return Ok(());
+        }
+        Err(Stop::DoesNotFit(format!(
+            "offload needs {} of page-locked host memory, of {}: offload less, use              --optimizer-dtype bf16 or --optimizer adamw8bit, or, where the machine's memory grows              with its use, say how far with --host-memory",
+            units::bytes(slabs.host),
+            units::bytes(limit)
+        )))
+    }
+
+    /// Reserves the slabs.
+    ///
+    /// # Errors
+    /// There is no such device, or not that much memory.
+    pub fn reserve(self, slabs: impl Into<SlabSizes>) -> Result<Box<dyn Device>, Stop> {
+        Ok(match self {
+            DeviceArg::Cpu => Box::new(CpuDevice::new(slabs, crate::threads())?),
+            DeviceArg::Cuda => Box::new(CudaDevice::new(slabs, 0)?),
         })
     }
 }

@@ -40,7 +40,13 @@ impl fmt::Display for Stop {
 impl From<plimsoll_plan::DeviceError> for Stop {
     fn from(error: plimsoll_plan::DeviceError) -> Stop {
         match error {
-            plimsoll_plan::DeviceError::Reserve { .. } => Stop::DoesNotFit(error.to_string()),
+            plimsoll_plan::DeviceError::Reserve { .. }
+            | plimsoll_plan::DeviceError::ReserveHost { .. } => Stop::DoesNotFit(error.to_string()),
+            plimsoll_plan::DeviceError::Ranks { .. } => Stop::Failed(error.to_string()),
+            // Not what the user gave, but another rank has failed.
+            plimsoll_plan::DeviceError::Source(e) if e.is::<plimsoll_comm::CommError>() => {
+                Stop::Failed(e.to_string())
+            }
             plimsoll_plan::DeviceError::Source(_) => Stop::Input(error.to_string()),
         }
     }

@@ -13,6 +13,7 @@ mod measuring;
 mod model_source;
 mod planning;
 mod profiles;
+mod ranks;
 mod recipe_args;
 mod torch_args;
 mod units;
@@ -95,7 +96,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(stop) => {
-            note!("error: {stop}");
+            output::error(format_args!("error: {stop}\n"));
             ExitCode::from(stop.status())
         }
     }

@@ -2,6 +2,7 @@
 
 use std::fmt::Arguments;
 use std::io::{self, ErrorKind, Write};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::exit::{Outcome, Stop};
 
@@ -52,6 +53,26 @@ fn flushed(text: Arguments) -> io::Result<()> {
 
 /// Writes to the log.
 pub fn note(text: Arguments) {
+    if RANK.load(Ordering::Relaxed) == 0 {
+        error(text);
+    }
+}
+
+/// Writes to the log, whatever rank this process is.
+pub fn error(text: Arguments) {
+    let mut out = io::stderr().lock();
+    let rank = RANK.load(Ordering::Relaxed);
     // There is nobody left to tell.
-    let _ = io::stderr().lock().write_fmt(text);
+    let _ = match rank {
+        0 => out.write_fmt(text),
+        _ => out.write_fmt(format_args!("rank {rank}: {text}")),
+    };
+}
+
+/// Rank of this process, where there are others: only the first one keeps a log.
+static RANK: AtomicUsize = AtomicUsize::new(0);
+
+/// From now on this process writes what others do not.
+pub fn set_rank(rank: usize) {
+    RANK.store(rank, Ordering::Relaxed);
 }

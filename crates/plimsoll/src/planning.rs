@@ -7,14 +7,19 @@ use plimsoll_arch::Architecture;
 use plimsoll_cpu::CpuTarget;
 use plimsoll_cuda::{CudaTarget, device_info};
 use plimsoll_infer::InferPlan;
-use plimsoll_plan::{DeviceKind, DeviceProfile, Layout, PlanReport, live_bytes, plan_report};
-use plimsoll_program::{Class, Method, Program, Recipe, Recompute, RecomputePlan, Target};
+use plimsoll_plan::{
+    DeviceKind, DeviceProfile, Layout, Peers, PlanReport, SlabSizes, gpu, live_bytes, plan_report,
+};
+use plimsoll_program::{Class, Method, Offload, Program, Recipe, Recompute, RecomputePlan, Target};
 use plimsoll_report::{Timeline, TimelineOp};
 use plimsoll_train::TrainPlan;
 
 use crate::devices::DeviceArg;
 use crate::exit::Stop;
 use crate::{profiles, units};
+
+/// Bytes a second between two machines where the user names none: one port of 400 Gbit/s.
+const DEFAULT_LINK: f64 = 50e9;
 
 /// The device that a plan is for.
 pub struct Planner {
@@ -72,6 +77,32 @@ impl Planner {
                 Ok(Planner { device: profile, target, memory, document_tokens: None })
             }
         }
+    }
+
+    /// Of several ranks, `nodes` times as many as share a machine, which sends
+    /// `link` bytes a second to the next: what NCCL takes, and what collectives cost.
+    /// Ranks on one CPU have a share of its memory each.
+    pub fn for_ranks(mut self, ranks: usize, nodes: usize, link: Option<f64>) -> Planner {
+        let nodes = nodes.max(1);
+        if ranks <= 1 {
+            return self;
+        }
+        let peers = match self.device.kind {
+            DeviceKind::Cpu => {
+                let local = ranks.div_ceil(nodes);
+                self.memory = self.memory.map(|m| m / local as u64);
+                Peers::threads(local, self.device.copy_bytes_per_second)
+            }
+            DeviceKind::Cuda => {
+                let d = &self.device;
+                let name = gpu(&d.name).map_or(d.name.as_str(), |g| g.name);
+                let host = d.to_device_bytes_per_second.min(d.to_host_bytes_per_second);
+                Peers::gpus(name, host, ranks, nodes, link.unwrap_or(DEFAULT_LINK))
+            }
+        };
+        self.device.overhead_bytes += peers.nccl_bytes;
+        self.device.peers = Some(Peers { ranks, nodes, ..peers });
+        self
     }
 
     /// This machine's CPU.
@@ -166,6 +197,9 @@ impl Planner {
                 ));
             }
         }
+        if recipe.method == Method::Full && recipe.offload == Offload::None {
+            lines.extend(self.offload_advice(arch, recipe, planned));
+        }
         if lines.is_empty() && recipe.seq > 1 {
             let with = |seq| Recipe { batch: 1, seq, ..recipe.clone() };
             if let Some((seq, report)) = self.largest_batch(arch, with, recipe.seq) {
@@ -182,6 +216,38 @@ impl Planner {
             ));
         }
         lines
+    }
+
+    /// What fits with optimizer state, and with weights too, in host memory.
+    fn offload_advice(
+        &self,
+        arch: &Architecture,
+        recipe: &Recipe,
+        planned: &PlanReport,
+    ) -> Vec<String> {
+        let offloads = [Offload::Optimizer, Offload::OptimizerWeights];
+        let line = |offload: Offload| {
+            let with = |batch| Recipe {
+                recompute: RecomputePlan::uniform(Recompute::Block),
+                max_grad_norm: None,
+                optimizer_in_backward: true,
+                accumulate: 1,
+                offload,
+                batch,
+                ..recipe.clone()
+            };
+            let (batch, report) = self.largest_batch(arch, with, recipe.batch * 2)?;
+            let speed = report.tokens_per_second / planned.tokens_per_second - 1.0;
+            Some(format!(
+                "offload={} (recompute block, optimizer in backward, max-grad-norm 0) fits \
+                 batch {batch} ({} and {} of host memory, {:+.0} % tokens/s)",
+                offload.name(),
+                units::bytes(report.peak_bytes + report.overhead_bytes),
+                units::bytes(report.host_bytes),
+                speed * 100.0
+            ))
+        };
+        offloads.into_iter().filter_map(line).collect()
     }
 
     /// The largest value up to `most` whose recipe fits.
@@ -229,6 +295,11 @@ impl Planned {
         let (memory, documents) = (planner.memory, planner.document_tokens);
         let (program, layout) = (&self.program, &self.layout);
         plan_report(arch, recipe, program, layout, &planner.device, memory, documents)
+    }
+
+    /// What a device must reserve.
+    pub fn slabs(&self) -> SlabSizes {
+        self.layout.slabs()
     }
 
     /// Live bytes over the ops of a step, by class, for a chart.

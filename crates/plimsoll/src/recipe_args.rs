@@ -3,8 +3,8 @@
 use clap::{Args, ValueEnum};
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_program::{
-    AdamW, AdamW8bit, Codebook, Decay, Lora, Method, Optimizer, Projection, Quant, Recipe,
-    Recompute, RecomputePlan, Sgd,
+    AdamW, AdamW8bit, Codebook, Decay, Lora, Method, Offload, Optimizer, Projection, Quant, Recipe,
+    Recompute, RecomputePlan, Sgd, Sharding,
 };
 
 use crate::exit::Stop;
@@ -181,6 +181,31 @@ pub enum DecayArg {
     All,
 }
 
+/// What lives in page-locked host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OffloadArg {
+    None,
+    /// Optimizer state.
+    Optimizer,
+    /// And the weights of the blocks.
+    #[value(name = "optimizer+weights")]
+    OptimizerWeights,
+    /// Optimizer state, and the inputs of blocks from forward to backward.
+    #[value(name = "optimizer+activations")]
+    OptimizerActivations,
+}
+
+impl OffloadArg {
+    pub fn offload(self) -> Offload {
+        match self {
+            OffloadArg::None => Offload::None,
+            OffloadArg::Optimizer => Offload::Optimizer,
+            OffloadArg::OptimizerWeights => Offload::OptimizerWeights,
+            OffloadArg::OptimizerActivations => Offload::OptimizerActivations,
+        }
+    }
+}
+
 /// Everything about a run that decides its memory and its time.
 #[derive(Clone, Debug, Args)]
 pub struct RecipeArgs {
@@ -229,9 +254,26 @@ pub struct RecipeArgs {
     /// take no memory; needs --max-grad-norm 0 and no accumulation.
     #[arg(long)]
     pub optimizer_in_backward: bool,
+    /// What lives in page-locked host memory and is copied in and out beside the
+    /// computation; costs least with --optimizer-in-backward.
+    #[arg(long, value_enum, default_value = "none")]
+    pub offload: OffloadArg,
+    /// Host memory that offload may take [default: the machine's, as it is now]
+    #[arg(long, value_parser = crate::units::parse_bytes)]
+    pub host_memory: Option<u64>,
     /// Rows of logits that exist at a time [default: as many as cost no memory]
     #[arg(long)]
     pub loss_rows: Option<usize>,
+    /// Ranks that train one model, each on a device and with batches of its own: GPUs of
+    /// this machine, or with --device cpu threads.
+    #[arg(long, default_value_t = 1)]
+    pub gpus: usize,
+    /// What is divided over the ranks: 1 optimizer state, 2 and gradients, 3 and weights.
+    #[arg(long, default_value_t = 0)]
+    pub zero: u8,
+    /// Type in which gradients are summed over the ranks [default: that of the weights]
+    #[arg(long, value_enum)]
+    pub reduce_dtype: Option<Precision>,
     #[command(flatten)]
     pub lora: LoraArgs,
     #[command(flatten)]
@@ -290,13 +332,14 @@ impl RecipeArgs {
         }
         let adapts = matches!(self.method, MethodArg::Lora | MethodArg::Qlora);
         let lora = if adapts { Some(self.lora.lora()?) } else { None };
+        let precision = self.precision.unwrap_or(default);
         let recipe = Recipe {
             method: match self.method {
                 MethodArg::Full => Method::Full,
                 MethodArg::Lora | MethodArg::Qlora => Method::Lora,
                 MethodArg::Infer => Method::Infer,
             },
-            precision: self.precision.unwrap_or(default).dtype(),
+            precision: precision.dtype(),
             batch: self.batch,
             seq: self.seq.unwrap_or(arch.max_position_embeddings.min(DEFAULT_SEQ)),
             accumulate: self.accumulate,
@@ -309,8 +352,14 @@ impl RecipeArgs {
             recompute,
             optimizer_in_backward: self.optimizer_in_backward,
             loss_rows: self.loss_rows,
+            offload: self.offload.offload(),
             lora,
             quant,
+            sharding: Sharding {
+                ranks: self.gpus,
+                zero: self.zero,
+                reduce: self.reduce_dtype.unwrap_or(precision).dtype(),
+            },
         };
         recipe.check(arch).map_err(Stop::input)?;
         Ok(recipe)

@@ -238,7 +238,7 @@ fn options_out_of_range_are_named() {
         let seq = if options.contains("--seq") { "" } else { "--seq 32" };
         plimsoll(&format!("train --model plimsoll-tiny {seq} --out {} {options}", out.display()))
     };
-    let cases: [(&str, &[&str]); 32] = [
+    let cases: [(&str, &[&str]); 35] = [
         ("--batch 0", &["--batch 0"]),
         ("--batch 99999999999", &["--batch 99999999999"]),
         ("--batch -1", &["-1"]),
@@ -259,6 +259,9 @@ fn options_out_of_range_are_named() {
         ("--optimizer-in-backward", &["clipping"]),
         ("--optimizer-in-backward --max-grad-norm 0 --accumulate 2", &["accumulation"]),
         ("--loss-rows 0", &["--loss-rows 0"]),
+        ("--offload state", &["state", "optimizer+weights", "optimizer+activations"]),
+        ("--method lora --offload optimizer", &["--offload optimizer", "full", "adapters"]),
+        ("--offload optimizer --host-memory some", &["some"]),
         ("--lr NaN", &["NaN"]),
         ("--lr -1", &["-1"]),
         ("--warmup -0.5", &["-0.5"]),
@@ -292,6 +295,8 @@ fn options_out_of_range_are_named() {
     plimsoll("plan --model plimsoll-tiny --memory 12parsec").refused(&["12parsec"]);
     plimsoll("nonsense").refused(&["nonsense"]);
     plimsoll("plan").refused(&["--model"]);
+    plimsoll("plan --model plimsoll-tiny --method infer --offload optimizer")
+        .refused(&["--offload optimizer", "inference"]);
 }
 
 #[test]

@@ -228,10 +228,15 @@ fn accumulation_recomputation_and_chunks_change_no_loss() {
 
 /// Runs to the end; then again from a checkpoint in the middle, and compares.
 fn resume_equals(options: &str, from: u64) {
+    resume_with_equals(options, "", "", from);
+}
+
+/// The same with other options for the first and for the resumed run.
+fn resume_with_equals(options: &str, first: &str, resumed: &str, from: u64) {
     let bench = Bench::new(60);
     let options = format!("{options} --save-every 1 --keep 99");
     let whole = bench.out("whole");
-    bench.train(&whole, &options).ok();
+    bench.train(&whole, &format!("{options} {first}")).ok();
     let expected = (losses(&whole), validation_losses(&whole), weights(&whole));
     let best = || std::fs::read(whole.join("best/model.safetensors")).ok();
     let expected_best = best();
@@ -243,7 +248,7 @@ fn resume_equals(options: &str, from: u64) {
     let board = tags(&whole);
     cut_back(&whole, from);
     // Another number of threads makes no difference either.
-    let line = bench.line(&whole, &format!("{options} --resume"));
+    let line = bench.line(&whole, &format!("{options} {resumed} --resume"));
     finished(&line, command(&line).env("PLIMSOLL_THREADS", "2").output().unwrap()).ok();
     assert!((losses(&whole), validation_losses(&whole), weights(&whole)) == expected);
     assert!(best() == expected_best);
@@ -281,6 +286,15 @@ fn resume_is_bitwise_with_8bit_state() {
     resume_equals("--steps 8 --optimizer adamw8bit --precision bf16", 4);
     let inside = "--optimizer-in-backward --max-grad-norm 0";
     resume_equals(&format!("--steps 6 --optimizer adamw8bit {inside}"), 3);
+}
+
+#[test]
+fn resume_is_bitwise_with_offload_and_with_another() {
+    let inside = "--steps 6 --optimizer-in-backward --max-grad-norm 0 --precision bf16";
+    let weights = "--offload optimizer+weights --recompute block";
+    resume_with_equals(inside, weights, weights, 3);
+    resume_with_equals(inside, "", "--offload optimizer+activations --recompute block", 2);
+    resume_with_equals("--steps 5 --accumulate 2", "--offload optimizer", "", 2);
 }
 
 /// Moments in eight bits train as well, and the plan knows what they save.

@@ -2,7 +2,7 @@
 //! that it must move to and from memory (each operand once).
 
 use crate::op::{Access, Op, OpKind};
-use crate::{Program, TensorId};
+use crate::{Program, Shard, TensorId, View};
 
 /// Work of one op.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -16,9 +16,23 @@ pub struct Work {
 }
 
 impl Program {
+    /// Whether a rank has a part of a tensor alone.
+    pub fn is_part(&self, tensor: TensorId) -> bool {
+        matches!(self.tensor(tensor).shard, Shard::Part { .. })
+    }
+
+    /// Elements of an operand that an update touches: of what is divided over the ranks,
+    /// one rank's part.
+    fn updated(&self, view: &View) -> usize {
+        let t = self.tensor(view.tensor);
+        if t.shard == Shard::Whole { view.elements() } else { t.part_stored() }
+    }
+
     /// The work of one op of this program.
     pub fn work(&self, op: &Op) -> Work {
         let elements = |t: TensorId| self.tensor(t).elements() as f64;
+        // Of what one rank answers for.
+        let part = |t: TensorId| self.tensor(t).part_stored() as f64;
         let matmul = |flops: f64| (flops, flops);
         let plain = |flops: f64| (flops, 0.0);
         let (flops, matmul_flops) = match &op.kind {
@@ -57,17 +71,31 @@ impl Program {
             OpKind::EmbedBackward { d_x, .. } => plain(elements(*d_x)),
             OpKind::SumLosses { losses, .. } => plain(elements(*losses)),
             OpKind::GradNorm { grads, .. } => plain(grads.iter().map(|g| 2.0 * elements(*g)).sum()),
-            OpKind::AdamW { param, .. } => plain(14.0 * elements(*param)),
-            OpKind::AdamW8bit { param, .. } => plain(50.0 * elements(*param)),
-            OpKind::Sgd { param, .. } => plain(4.0 * elements(*param)),
-            OpKind::Embed { .. } | OpKind::GatherRows { .. } => plain(0.0),
+            OpKind::AdamW { param, .. } => plain(14.0 * self.updated(param) as f64),
+            OpKind::AdamW8bit { param, .. } => plain(50.0 * self.updated(param) as f64),
+            OpKind::Sgd { param, .. } => plain(4.0 * self.updated(param) as f64),
+            OpKind::GradSquares { grads, .. } => plain(grads.iter().map(|g| 2.0 * part(*g)).sum()),
+            OpKind::Convert { x, .. } => plain(self.tensor(*x).stored() as f64),
+            OpKind::Embed { .. }
+            | OpKind::GatherRows { .. }
+            | OpKind::AllGather { .. }
+            | OpKind::ReduceScatter { .. }
+            | OpKind::AllReduce { .. }
+            | OpKind::Hold { .. }
+            | OpKind::ClipFactor { .. }
+            | OpKind::ToDevice { .. }
+            | OpKind::ToHost { .. } => plain(0.0),
         };
         Work { flops, matmul_flops, bytes: self.bytes_moved(&op.kind) }
     }
 
     fn bytes_moved(&self, kind: &OpKind) -> f64 {
         let bytes = |t: TensorId| self.tensor(t).bytes() as f64;
-        let view = |v: &crate::View| (v.elements() * self.tensor(v.tensor).dtype.bytes()) as f64;
+        let part = |t: TensorId| {
+            let tensor = self.tensor(t);
+            (tensor.part_stored() * tensor.dtype.bytes()) as f64
+        };
+        let view = |v: &View| (v.elements() * self.tensor(v.tensor).dtype.bytes()) as f64;
         let sum = |accumulate: bool| if accumulate { 2.0 } else { 1.0 };
         match kind {
             OpKind::Linear { x, w, bias, add, y, .. } => {
@@ -100,6 +128,30 @@ impl Program {
             }
             OpKind::GatherRows { rows, out, .. } => bytes(*rows) + 2.0 * bytes(*out),
             OpKind::CrossEntropy { logits, backward, .. } => sum(*backward) * bytes(*logits),
+            OpKind::AdamW { step, .. }
+            | OpKind::AdamW8bit { step, .. }
+            | OpKind::Sgd { step, .. } => {
+                let view =
+                    |v: &View| (self.updated(v) * self.tensor(v.tensor).dtype.bytes()) as f64;
+                let update = kind.update_operands();
+                let moved = update.map_or(0.0, |(param, grad, state)| {
+                    2.0 * view(&param)
+                        + view(&grad)
+                        + 2.0 * state.iter().flatten().map(view).sum::<f64>()
+                });
+                moved + bytes(*step)
+            }
+            OpKind::GradSquares { grads, squares } => {
+                grads.iter().map(|g| part(*g)).sum::<f64>() + bytes(*squares)
+            }
+            OpKind::Hold { .. } => 0.0,
+            OpKind::Convert { x, out, accumulate } => {
+                let parts = [x, out].iter().any(|t| self.is_part(**t));
+                let bytes = |t: TensorId| if parts { part(t) } else { bytes(t) };
+                bytes(*x) + sum(*accumulate) * bytes(*out)
+            }
+            // Once over the link.
+            OpKind::ToDevice { from, .. } | OpKind::ToHost { from, .. } => view(from),
             _ => {
                 let mut total = 0.0;
                 kind.for_each_operand(|t, access| {

@@ -8,6 +8,7 @@
 
 pub mod build;
 mod cost;
+mod lane;
 mod lora;
 mod op;
 mod quantized;
@@ -17,14 +18,16 @@ mod verify;
 mod weights;
 
 pub use cost::Work;
+pub use lane::Lane;
 pub use lora::{Lora, PRODUCTS, Projection};
 pub use op::{Access, AttentionShape, Op, OpKind, Phase};
 pub use plimsoll_quant::{BLOCK as QUANT_BLOCK, Codebook, NESTED_BLOCK};
 pub use quantized::{Nested, Quant, QuantizedMatrix, QuantizedPart, quantized_name};
 pub use recipe::{
-    AdamW, AdamW8bit, Decay, Method, Optimizer, Recipe, RecipeError, Recompute, RecomputePlan, Sgd,
+    AdamW, AdamW8bit, Decay, Method, Offload, Optimizer, Recipe, RecipeError, Recompute,
+    RecomputePlan, Sgd, Sharding,
 };
-pub use tensor::{Class, Home, Tensor, TensorId, View};
+pub use tensor::{Class, Home, Shard, Tensor, TensorId, View};
 pub use verify::ProgramError;
 pub use weights::{WeightPart, weight_parts};
 

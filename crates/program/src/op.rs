@@ -176,12 +176,14 @@ pub enum OpKind {
     /// brings it to at most `max_norm` (torch 2.11 `clip_grad_norm_`).
     GradNorm { grads: Vec<TensorId>, norm: TensorId, max_norm: Option<f32> },
     /// Decoupled weight decay Adam (torch 2.11 `torch.optim.AdamW`); bf16
-    /// values are rounded stochastically.
+    /// values are rounded stochastically. As every update, of a whole parameter or
+    /// of some of its rows: each operand is one piece of memory, and the place in
+    /// the parameter decides the random bits.
     AdamW {
-        param: TensorId,
-        grad: TensorId,
-        m: TensorId,
-        v: TensorId,
+        param: View,
+        grad: View,
+        m: View,
+        v: View,
         step: TensorId,
         /// Where the clipping factor is; none when nothing is clipped.
         norm: Option<TensorId>,
@@ -197,12 +199,12 @@ pub enum OpKind {
     /// v_absmax f32 hold the scale of every 256 of them. bf16 parameters are
     /// rounded stochastically.
     AdamW8bit {
-        param: TensorId,
-        grad: TensorId,
-        m: TensorId,
-        v: TensorId,
-        m_absmax: TensorId,
-        v_absmax: TensorId,
+        param: View,
+        grad: View,
+        m: View,
+        v: View,
+        m_absmax: View,
+        v_absmax: View,
         step: TensorId,
         norm: Option<TensorId>,
         beta1: f32,
@@ -211,17 +213,41 @@ pub enum OpKind {
         weight_decay: f32,
         stream: u32,
     },
+    /// Every rank's part of each tensor to all ranks: `to` (padded) from the parts
+    /// `from`, or in place where both are the same.
+    AllGather { from: Vec<TensorId>, to: Vec<TensorId> },
+    /// Each rank's part of the sum of `from` (padded) over all ranks: into the parts
+    /// `to`, or in place where both are the same. What `from` holds besides means
+    /// nothing afterwards.
+    ReduceScatter { from: Vec<TensorId>, to: Vec<TensorId> },
+    /// Each tensor becomes its sum over all ranks.
+    AllReduce { tensors: Vec<TensorId> },
+    /// Nothing happens, but these tensors keep their memory up to here: what another
+    /// lane may still be reading.
+    Hold { tensors: Vec<TensorId> },
+    /// out = x in the type of out [+ out]. Where one of them is a rank's part, so is
+    /// what is touched of the other.
+    Convert { x: TensorId, out: TensorId, accumulate: bool },
+    /// squares (1) f32 = the sum of squares of the gradients that this rank answers
+    /// for: its parts; and on rank 0 those that are not divided.
+    GradSquares { grads: Vec<TensorId>, squares: TensorId },
+    /// norm (2) as [`OpKind::GradNorm`] leaves it, from the sum of squares of all ranks.
+    ClipFactor { squares: TensorId, norm: TensorId, max_norm: Option<f32> },
     /// Gradient descent with optional momentum (torch 2.11 `torch.optim.SGD`).
     Sgd {
-        param: TensorId,
-        grad: TensorId,
-        velocity: Option<TensorId>,
+        param: View,
+        grad: View,
+        velocity: Option<View>,
         step: TensorId,
         norm: Option<TensorId>,
         momentum: f32,
         weight_decay: f32,
         stream: u32,
     },
+    /// to = from, whole rows: from page-locked host memory to the device.
+    ToDevice { from: View, to: View },
+    /// to = from, whole rows: from the device to page-locked host memory.
+    ToHost { from: View, to: View },
 }
 
 /// How an op touches an operand.
@@ -412,38 +438,119 @@ impl OpKind {
                 }
                 f(*norm, Write);
             }
-            OpKind::AdamW { param, grad, m, v, step, norm, .. } => {
-                f(*param, Update);
-                f(*grad, Read);
-                f(*m, Update);
-                f(*v, Update);
+            OpKind::AllGather { from, to } => {
+                for (from, to) in from.iter().zip(to) {
+                    if from == to {
+                        f(*to, Update);
+                    } else {
+                        f(*from, Read);
+                        f(*to, Write);
+                    }
+                }
+            }
+            OpKind::ReduceScatter { from, to } => {
+                for (from, to) in from.iter().zip(to) {
+                    f(*from, Update);
+                    if from != to {
+                        f(*to, Write);
+                    }
+                }
+            }
+            OpKind::AllReduce { tensors } => tensors.iter().for_each(|t| f(*t, Update)),
+            OpKind::Hold { tensors } => tensors.iter().for_each(|t| f(*t, Read)),
+            OpKind::Convert { x, out, accumulate } => {
+                f(*x, Read);
+                f(*out, sum(*accumulate));
+            }
+            OpKind::GradSquares { grads, squares } => {
+                grads.iter().for_each(|g| f(*g, Read));
+                f(*squares, Write);
+            }
+            OpKind::ClipFactor { squares, norm, .. } => {
+                f(*squares, Read);
+                f(*norm, Write);
+            }
+            OpKind::AdamW { step, norm, .. }
+            | OpKind::AdamW8bit { step, norm, .. }
+            | OpKind::Sgd { step, norm, .. } => {
+                if let Some((param, grad, state)) = self.update_operands() {
+                    f(param.tensor, Update);
+                    f(grad.tensor, Read);
+                    state.into_iter().flatten().for_each(|view| f(view.tensor, Update));
+                }
                 f(*step, Read);
                 if let Some(norm) = norm {
                     f(*norm, Read);
                 }
             }
-            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, step, norm, .. } => {
-                f(*param, Update);
-                f(*grad, Read);
-                for state in [m, v, m_absmax, v_absmax] {
-                    f(*state, Update);
-                }
-                f(*step, Read);
-                if let Some(norm) = norm {
-                    f(*norm, Read);
+            OpKind::ToDevice { from, to } | OpKind::ToHost { from, to } => {
+                f(from.tensor, Read);
+                f(to.tensor, Write);
+            }
+        }
+    }
+
+    /// Parameter, gradient and state of an update; scales of blocks are the last two
+    /// of four.
+    pub fn update_operands(&self) -> Option<(View, View, [Option<View>; 4])> {
+        Some(match self {
+            OpKind::AdamW { param, grad, m, v, .. } => {
+                (*param, *grad, [Some(*m), Some(*v), None, None])
+            }
+            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, .. } => {
+                (*param, *grad, [*m, *v, *m_absmax, *v_absmax].map(Some))
+            }
+            OpKind::Sgd { param, grad, velocity, .. } => {
+                (*param, *grad, [*velocity, None, None, None])
+            }
+            _ => return None,
+        })
+    }
+
+    /// The same update of other memory: `f` is given parameter, gradient and state, in
+    /// the order of [`OpKind::update_operands`].
+    pub(crate) fn map_update(&mut self, mut f: impl FnMut(View) -> View) {
+        let mut each = |view: &mut View| *view = f(*view);
+        match self {
+            OpKind::AdamW { param, grad, m, v, .. } => {
+                [param, grad, m, v].into_iter().for_each(&mut each);
+            }
+            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, .. } => {
+                [param, grad, m, v, m_absmax, v_absmax].into_iter().for_each(&mut each);
+            }
+            OpKind::Sgd { param, grad, velocity, .. } => {
+                each(param);
+                each(grad);
+                velocity.as_mut().map(&mut each);
+            }
+            _ => {}
+        }
+    }
+
+    /// Lets `f` put other tensors of the same shape in the place of operands that are
+    /// dense weights, or inputs and outputs of blocks.
+    pub(crate) fn replace(&mut self, mut f: impl FnMut(TensorId) -> TensorId) {
+        let mut id = |t: &mut TensorId| *t = f(*t);
+        match self {
+            OpKind::Embed { out, .. } => id(out),
+            OpKind::EmbedBackward { d_x, .. } => id(d_x),
+            OpKind::RmsNorm { x, out, .. } => [x, out].into_iter().for_each(id),
+            OpKind::RmsNormBackward { x, .. } => id(x),
+            OpKind::Linear { x, w, add, y, .. } => {
+                id(&mut x.tensor);
+                id(&mut w.tensor);
+                id(&mut y.tensor);
+                if let Some(add) = add {
+                    id(&mut add.tensor);
                 }
             }
-            OpKind::Sgd { param, grad, velocity, step, norm, .. } => {
-                f(*param, Update);
-                f(*grad, Read);
-                if let Some(velocity) = velocity {
-                    f(*velocity, Update);
-                }
-                f(*step, Read);
-                if let Some(norm) = norm {
-                    f(*norm, Read);
-                }
-            }
+            OpKind::LinearBackwardInput { w, .. } => id(&mut w.tensor),
+            OpKind::LinearBackwardWeight { x, .. } => id(&mut x.tensor),
+            OpKind::AdamW { param, .. }
+            | OpKind::AdamW8bit { param, .. }
+            | OpKind::Sgd { param, .. } => id(&mut param.tensor),
+            OpKind::GatherRows { x, .. } => id(x),
+            _ => {}
         }
     }
 
@@ -482,9 +589,18 @@ impl OpKind {
             OpKind::GatherRows { .. } => "gather_rows",
             OpKind::Argmax { .. } => "argmax",
             OpKind::GradNorm { .. } => "grad_norm",
+            OpKind::AllGather { .. } => "all_gather",
+            OpKind::ReduceScatter { .. } => "reduce_scatter",
+            OpKind::AllReduce { .. } => "all_reduce",
+            OpKind::Hold { .. } => "hold",
+            OpKind::Convert { .. } => "convert",
+            OpKind::GradSquares { .. } => "grad_squares",
+            OpKind::ClipFactor { .. } => "clip_factor",
             OpKind::AdamW { .. } => "adamw",
             OpKind::AdamW8bit { .. } => "adamw8bit",
             OpKind::Sgd { .. } => "sgd",
+            OpKind::ToDevice { .. } => "to_device",
+            OpKind::ToHost { .. } => "to_host",
         }
     }
 

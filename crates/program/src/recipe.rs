@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use plimsoll_arch::{Architecture, DType};
+use plimsoll_quant::STATE_BLOCK;
 use serde::Serialize;
 
 use crate::{Lora, Quant};
@@ -189,6 +190,82 @@ pub enum Optimizer {
     Sgd(Sgd),
 }
 
+/// What is divided over the ranks that train one model (ZeRO, Rajbhandari et al.
+/// 2020, arXiv 1910.02054).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Sharding {
+    /// Ranks, one device each; every one has batches of its own.
+    pub ranks: usize,
+    /// 0: nothing is divided; 1: optimizer state; 2: and gradients; 3: and weights.
+    pub zero: u8,
+    /// Type in which gradients of matrices are summed over the ranks.
+    pub reduce: DType,
+}
+
+impl Sharding {
+    /// One rank.
+    pub fn none(precision: DType) -> Sharding {
+        Sharding { ranks: 1, zero: 0, reduce: precision }
+    }
+
+    /// Elements of every rank's part of a tensor, or none where it is not divided.
+    /// Vectors and tensors with less than a block of 8-bit state for each rank are
+    /// not; parts are whole blocks.
+    pub fn part(&self, shape: &[usize]) -> Option<usize> {
+        let elements: usize = shape.iter().product();
+        let divided = self.zero > 0 && shape.len() > 1 && elements >= self.ranks * STATE_BLOCK;
+        let part = elements.div_ceil(self.ranks).next_multiple_of(STATE_BLOCK);
+        (self.ranks > 1 && divided).then_some(part)
+    }
+}
+
+/// What lives in page-locked host memory and visits the device when it is used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub enum Offload {
+    #[default]
+    #[serde(rename = "none")]
+    None,
+    /// Optimizer state.
+    #[serde(rename = "optimizer")]
+    Optimizer,
+    /// And the weights of the blocks.
+    #[serde(rename = "optimizer+weights")]
+    OptimizerWeights,
+    /// Optimizer state, and the inputs of blocks from forward to backward.
+    #[serde(rename = "optimizer+activations")]
+    OptimizerActivations,
+}
+
+impl Offload {
+    pub const ALL: [Offload; 4] = [
+        Offload::None,
+        Offload::Optimizer,
+        Offload::OptimizerWeights,
+        Offload::OptimizerActivations,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Offload::None => "none",
+            Offload::Optimizer => "optimizer",
+            Offload::OptimizerWeights => "optimizer+weights",
+            Offload::OptimizerActivations => "optimizer+activations",
+        }
+    }
+
+    pub fn state(self) -> bool {
+        self != Offload::None
+    }
+
+    pub fn weights(self) -> bool {
+        self == Offload::OptimizerWeights
+    }
+
+    pub fn activations(self) -> bool {
+        self == Offload::OptimizerActivations
+    }
+}
+
 /// Everything that the user chooses.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Recipe {
@@ -211,10 +288,12 @@ pub struct Recipe {
     pub optimizer_in_backward: bool,
     /// Rows of logits that exist at a time; none lets the builder choose.
     pub loss_rows: Option<usize>,
+    pub offload: Offload,
     /// Adapters: trained, or applied in inference.
     pub lora: Option<Lora>,
     /// Frozen matrices in four bits.
     pub quant: Option<Quant>,
+    pub sharding: Sharding,
 }
 
 impl Recipe {
@@ -232,8 +311,10 @@ impl Recipe {
             recompute: RecomputePlan::uniform(Recompute::None),
             optimizer_in_backward: false,
             loss_rows: None,
+            offload: Offload::None,
             lora: None,
             quant: None,
+            sharding: Sharding::none(precision),
         }
     }
 
@@ -287,6 +368,33 @@ impl Recipe {
                 return Err(RecipeError::QuantizedHead);
             }
         }
+        let Sharding { ranks, zero, reduce } = self.sharding;
+        if ranks == 0 || ranks > MAX_RANKS {
+            return Err(RecipeError::OutOfRange { option: "gpus", value: ranks, max: MAX_RANKS });
+        }
+        if zero > 3 {
+            return Err(RecipeError::Zero { zero });
+        }
+        if !matches!(reduce, DType::F32 | DType::Bf16) {
+            return Err(RecipeError::Reduce { reduce });
+        }
+        if ranks > 1 && self.offload != Offload::None {
+            let why = "several ranks divide the optimizer state already: use --zero";
+            return Err(RecipeError::Offload { offload: self.offload.name(), why });
+        }
+        if ranks > 1 && self.method == Method::Infer {
+            return Err(RecipeError::InferRanks { ranks });
+        }
+        if ranks > 1 && self.optimizer_in_backward {
+            return Err(RecipeError::FusedOptimizer { with: "several ranks" });
+        }
+        if self.offload != Offload::None && self.method != Method::Full {
+            let method = match self.method {
+                Method::Infer => "inference has no optimizer",
+                _ => "the optimizer state of adapters is small",
+            };
+            return Err(RecipeError::Offload { offload: self.offload.name(), why: method });
+        }
         if self.optimizer_in_backward && self.accumulate > 1 {
             return Err(RecipeError::FusedOptimizer { with: "gradient accumulation" });
         }
@@ -300,6 +408,7 @@ impl Recipe {
 /// More than any machine holds, and small enough that no product overflows.
 const MAX_COUNT: usize = 1 << 24;
 const MAX_TOKENS: usize = 1 << 30;
+const MAX_RANKS: usize = 1 << 14;
 
 /// Why a recipe was refused.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -332,12 +441,20 @@ pub enum RecipeError {
     FullQuantized { quant: &'static str },
     #[error("the head cannot be quantized: it is the embedding, or it is trained")]
     QuantizedHead,
+    #[error("ZeRO has stages 0 to 3, and --zero is {zero}")]
+    Zero { zero: u8 },
+    #[error("gradients cannot be summed in {reduce}: use f32 or bf16")]
+    Reduce { reduce: DType },
+    #[error("inference runs on one device, and {ranks} are asked for: drop --gpus")]
+    InferRanks { ranks: usize },
     #[error("precision {precision} cannot hold weights: use f32 or bf16")]
     Precision { precision: DType },
     #[error(
         "the optimizer cannot run inside backward together with {with}: every gradient is needed at the end; drop one of the two"
     )]
     FusedOptimizer { with: &'static str },
+    #[error("--offload {offload} is for full fine-tunes: {why}; use --offload none")]
+    Offload { offload: &'static str, why: &'static str },
     #[error(
         "recompute `{text}` is not understood: use none, norms, mlp or block, or ranges of layers such as block:0-15,norms"
     )]

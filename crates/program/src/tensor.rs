@@ -1,5 +1,7 @@
 //! Named tensors, before they have an address.
 
+use std::ops::Range;
+
 use plimsoll_arch::DType;
 use serde::Serialize;
 
@@ -28,10 +30,12 @@ pub enum Class {
     Workspace,
     Input,
     KvCache,
+    /// What visits the device from host memory.
+    Staging,
 }
 
 impl Class {
-    pub const ALL: [Class; 7] = [
+    pub const ALL: [Class; 8] = [
         Class::Weight,
         Class::Gradient,
         Class::OptimizerState,
@@ -39,6 +43,7 @@ impl Class {
         Class::Workspace,
         Class::Input,
         Class::KvCache,
+        Class::Staging,
     ];
 
     /// The name in JSON and in tables.
@@ -51,6 +56,7 @@ impl Class {
             Class::Workspace => "workspace",
             Class::Input => "input",
             Class::KvCache => "kv_cache",
+            Class::Staging => "staging",
         }
     }
 }
@@ -64,15 +70,30 @@ pub enum Home {
     Host,
 }
 
+/// How a tensor is divided over the ranks, along its elements in memory order:
+/// rank r answers for elements [r part, (r + 1) part).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Shard {
+    /// Not at all: each rank has its own, or the same as all others.
+    #[default]
+    Whole,
+    /// Every rank has all of it, with room behind it so that all parts are alike.
+    Padded { ranks: usize, part: usize },
+    /// A rank has its part alone.
+    Part { ranks: usize, part: usize },
+}
+
 /// A tensor of a program. Row-major and contiguous.
 #[derive(Clone, Debug)]
 pub struct Tensor {
     /// `layers.3.mlp.gate_up`; a gradient is `d_` before the name it belongs to.
     pub name: String,
+    /// Of the whole tensor, also where a rank has only its part.
     pub shape: Vec<usize>,
     pub dtype: DType,
     pub class: Class,
     pub home: Home,
+    pub shard: Shard,
     /// Keeps its bytes from step to step (weights, optimizer state, inputs).
     pub resident: bool,
 }
@@ -82,8 +103,46 @@ impl Tensor {
         self.shape.iter().product()
     }
 
+    /// Elements that one rank has in memory, padding included.
+    pub fn stored(&self) -> usize {
+        match self.shard {
+            Shard::Whole => self.elements(),
+            Shard::Padded { ranks, part } => ranks * part,
+            Shard::Part { part, .. } => part,
+        }
+    }
+
+    /// Bytes that one rank has in memory.
     pub fn bytes(&self) -> u64 {
-        self.elements() as u64 * self.dtype.bytes() as u64
+        self.stored() as u64 * self.dtype.bytes() as u64
+    }
+
+    /// Elements that one rank answers for, padding included.
+    pub fn part_stored(&self) -> usize {
+        match self.shard {
+            Shard::Whole => self.elements(),
+            Shard::Padded { part, .. } | Shard::Part { part, .. } => part,
+        }
+    }
+
+    /// The elements of the whole tensor that `rank` answers for; all of them where
+    /// it is not divided.
+    pub fn part(&self, rank: usize) -> Range<usize> {
+        match self.shard {
+            Shard::Whole => 0..self.elements(),
+            Shard::Padded { part, .. } | Shard::Part { part, .. } => {
+                let end = self.elements();
+                (rank * part).min(end)..((rank + 1) * part).min(end)
+            }
+        }
+    }
+
+    /// The elements of the whole tensor that `rank` has in memory.
+    pub fn held(&self, rank: usize) -> Range<usize> {
+        match self.shard {
+            Shard::Part { .. } => self.part(rank),
+            _ => 0..self.elements(),
+        }
     }
 
     /// Columns when the tensor is seen as a matrix: its last dimension.
@@ -113,6 +172,11 @@ pub struct View {
 impl View {
     pub fn elements(self) -> usize {
         self.rows * self.cols
+    }
+
+    /// Whether its rows lie one behind the other.
+    pub fn is_contiguous(self) -> bool {
+        self.cols == self.stride || self.rows <= 1
     }
 
     /// Offset of its first element, in elements.

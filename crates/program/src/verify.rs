@@ -4,7 +4,9 @@
 use plimsoll_arch::DType;
 use plimsoll_quant::STATE_BLOCK;
 
-use crate::{Access, NESTED_BLOCK, OpKind, Program, QUANT_BLOCK, QuantizedMatrix, TensorId, View};
+use crate::{
+    Access, Home, Lane, NESTED_BLOCK, OpKind, Program, QUANT_BLOCK, QuantizedMatrix, TensorId, View,
+};
 
 /// What is wrong with a program; always a fault of a builder, never of a user.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -15,6 +17,8 @@ pub enum ProgramError {
     Shape { op: usize, name: &'static str, what: String },
     #[error("op {op} ({name}) reads and writes `{tensor}`, which it cannot do in place")]
     InPlace { op: usize, name: &'static str, tensor: String },
+    #[error("op {op} ({name}) works on `{tensor}`, which is in host memory")]
+    Far { op: usize, name: &'static str, tensor: String },
     #[error("sections cover ops {covered}, the program has {ops}")]
     Sections { covered: usize, ops: usize },
 }
@@ -44,6 +48,13 @@ impl Program {
                 if operands[..n].iter().any(clash) {
                     return Err(ProgramError::InPlace { op, name, tensor: label(*t) });
                 }
+            }
+            // Engines that compute see no host memory.
+            let lane = entry.kind.lane();
+            let copies = matches!(lane, Lane::HostToDevice | Lane::DeviceToHost);
+            let far = |(t, _): &&(TensorId, Access)| self.tensor(*t).home == Home::Host;
+            if let Some((t, _)) = operands.iter().find(far).filter(|_| !copies) {
+                return Err(ProgramError::Far { op, name, tensor: label(*t) });
             }
             for (t, access) in operands {
                 written[t.index()] |= access != Access::Read;
@@ -160,23 +171,54 @@ impl Program {
                 width(*qkv, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)?;
                 width(*out, shape.heads * shape.head_dim)
             }
-            OpKind::AdamW { param, grad, m, v, .. } => {
-                same(*param, *grad)?;
-                same(*param, *m)?;
-                same(*param, *v)
+            OpKind::AdamW { .. } | OpKind::AdamW8bit { .. } | OpKind::Sgd { .. } => {
+                self.check_update(kind)
             }
-            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, .. } => {
-                same(*param, *grad)?;
-                same(*param, *m)?;
-                same(*param, *v)?;
-                let blocks = self.tensor(*param).elements().div_ceil(STATE_BLOCK);
-                width(*m_absmax, blocks)?;
-                width(*v_absmax, blocks)
-            }
-            OpKind::Sgd { param, grad, .. } => same(*param, *grad),
+            OpKind::ToDevice { from, to } => self.check_copy(from, to, [Home::Host, Home::Device]),
+            OpKind::ToHost { from, to } => self.check_copy(from, to, [Home::Device, Home::Host]),
             _ => Ok(()),
         }
     }
+
+    /// Every operand is one piece of memory of as many elements as the parameter, its
+    /// scales one for each block.
+    fn check_update(&self, kind: &OpKind) -> Result<(), String> {
+        let Some((param, grad, state)) = kind.update_operands() else { return Ok(()) };
+        let (elements, blocks) = (param.elements(), param.elements().div_ceil(STATE_BLOCK));
+        let scaled = state[3].is_some();
+        let operands = [Some(param), Some(grad)].into_iter().chain(state);
+        for (n, view) in operands.enumerate().filter_map(|(n, view)| Some((n, view?))) {
+            let t = self.tensor(view.tensor);
+            let fits = view.row + view.rows <= t.rows() && view.col + view.cols <= t.cols();
+            let expected = if n < 4 { elements } else { blocks };
+            let whole = fits && view.stride == t.cols() && view.is_contiguous();
+            if !whole || view.elements() != expected {
+                return Err(format!("{view:?} of `{}` is no piece of {expected}", t.name));
+            }
+        }
+        // Blocks of state are those of the whole parameter.
+        if scaled && !param.first().is_multiple_of(STATE_BLOCK) {
+            return Err(format!("a piece from {} on splits a block of state", param.first()));
+        }
+        Ok(())
+    }
+
+    /// Bytes of one length that lie together, each side at its home.
+    fn check_copy(&self, from: &View, to: &View, homes: [Home; 2]) -> Result<(), String> {
+        for (view, home) in [from, to].into_iter().zip(homes) {
+            let t = self.tensor(view.tensor);
+            let fits = view.row + view.rows <= t.rows() && view.col + view.cols <= t.cols();
+            if t.home != home || !fits || view.stride != t.cols() || !view.is_contiguous() {
+                return Err(format!("{view:?} of `{}` is no piece of {home:?} memory", t.name));
+            }
+        }
+        let (a, b) = (self.tensor(from.tensor), self.tensor(to.tensor));
+        if a.dtype != b.dtype || from.elements() != to.elements() {
+            return Err(format!("`{}` and `{}` are not alike", a.name, b.name));
+        }
+        Ok(())
+    }
+
     fn check_quantized(&self, w: &QuantizedMatrix) -> Result<(), String> {
         let elements = |t: TensorId, n: usize| {
             let tensor = self.tensor(t);

@@ -9,17 +9,20 @@
 //! A checkpoint is written under another name, flushed, and renamed: at any
 //! moment the newest folder of that form is complete.
 
-use std::fs::{self, File};
-use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use plimsoll_arch::DType;
 use plimsoll_model::{
-    Adapter, Checkpoint, ModelError, SafetensorsWriter, first_non_finite, first_non_finite_bf16,
-    load_adapter, load_weights, save_parts,
+    Adapter, Checkpoint, FilePlace, ModelError, SafetensorsWriter, first_non_finite,
+    first_non_finite_bf16, load_adapter, load_weights, save_parts,
 };
 use plimsoll_plan::DeviceError;
-use plimsoll_program::{Class, TensorId, WeightPart, weight_parts};
+use plimsoll_program::{Class, Shard, Tensor, TensorId, WeightPart, weight_parts};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, json};
 
@@ -154,10 +157,16 @@ impl Session<'_> {
         self.replace_folder(&path, |session, folder| {
             session.save_model(folder, files)?;
             session.save_optimizer(&folder.join(OPTIMIZER))?;
+            if !session.leads() {
+                return Ok(());
+            }
             let text = serde_json::to_string_pretty(state)
                 .map_err(|e| io_error("write", folder)(e.into()))?;
             write_and_flush(&folder.join(TRAINER), text.as_bytes())
         })?;
+        if !self.leads() {
+            return Ok(path);
+        }
         let all = checkpoints(out)?;
         for old in &all[..all.len().saturating_sub(keep.max(1))] {
             // Renamed first: a folder half removed must not look like a checkpoint.
@@ -168,7 +177,8 @@ impl Session<'_> {
         Ok(path)
     }
 
-    /// Fills a folder under another name, then swaps it in for `path`.
+    /// Fills a folder under another name, then swaps it in for `path`. All ranks fill
+    /// it together; they must see the same file system.
     ///
     /// # Errors
     /// Whatever `fill` reports, or the disk refuses.
@@ -178,13 +188,24 @@ impl Session<'_> {
         fill: impl FnOnce(&mut Self, &Path) -> Result<(), CheckpointError>,
     ) -> Result<(), CheckpointError> {
         let (partial, old) = (path.with_extension("partial"), path.with_extension("old"));
+        if !self.leads() {
+            self.barrier()?;
+            fill(self, &partial)?;
+            self.barrier()?;
+            return Ok(self.barrier()?);
+        }
         for left in [&partial, &old] {
             if left.exists() {
                 fs::remove_dir_all(left).map_err(io_error("remove", left))?;
             }
         }
         fs::create_dir_all(&partial).map_err(io_error("create", &partial))?;
-        if let Err(error) = fill(self, &partial).and_then(|()| flush_folder(&partial)) {
+        let filled = self.barrier().map_err(CheckpointError::from).and_then(|()| {
+            fill(self, &partial)?;
+            self.barrier()?;
+            flush_folder(&partial)
+        });
+        if let Err(error) = filled {
             // On a full disk its space is needed; the error counts, not this one.
             let _ = fs::remove_dir_all(&partial);
             return Err(error);
@@ -199,7 +220,8 @@ impl Session<'_> {
         if old.exists() {
             fs::remove_dir_all(&old).map_err(io_error("remove", &old))?;
         }
-        Ok(())
+        // Nobody goes on, and perhaps ends, before the checkpoint is there.
+        Ok(self.barrier()?)
     }
 
     /// What is trained, as tensors of a checkpoint: adapters, or all weights.
@@ -216,6 +238,9 @@ impl Session<'_> {
     /// A weight is not finite, or the disk refuses.
     pub fn save_model(&mut self, folder: &Path, files: &ModelFiles) -> Result<(), CheckpointError> {
         self.check_finite()?;
+        if !self.leads() {
+            return self.fill_files(Vec::new());
+        }
         for (name, bytes) in &files.extra {
             write_and_flush(&folder.join(name), bytes)?;
         }
@@ -229,12 +254,44 @@ impl Session<'_> {
                 SafetensorsWriter::create(folder, arch, precision, &tensors)?
             }
         };
+        if self.ranks() > 1 {
+            let places = writer.open_to_all()?;
+            self.fill_files(places)?;
+            return Ok(writer.finish()?);
+        }
         let (program, layout) = (&plan.train, &plan.train_layout);
-        save_parts(self.device, program, layout, &parts, |name, dtype, bytes| match dtype {
+        save_parts(self.device, program, layout, &parts, |name, dtype, _, bytes| match dtype {
             DType::Bf16 => writer.write_bf16(name, bytemuck::cast_slice(bytes)),
             _ => writer.write_f32(name, bytemuck::cast_slice(bytes)),
         })?;
         Ok(writer.finish()?)
+    }
+
+    /// Every rank writes the elements that it answers for to the files that rank 0 has
+    /// made. Afterwards all of them are on the disk.
+    fn fill_files(&mut self, places: Vec<FilePlace>) -> Result<(), CheckpointError> {
+        let text = serde_json::to_vec(&places).unwrap_or_default();
+        let text = self.leaders_bytes(text)?;
+        let places: Vec<FilePlace> = serde_json::from_slice(&text)
+            .map_err(|e| io_error("read", Path::new("rank 0"))(e.into()))?;
+        let by_name: HashMap<&str, &FilePlace> =
+            places.iter().map(|p| (p.name.as_str(), p)).collect();
+        let mut files: HashMap<&Path, File> = HashMap::new();
+        let (plan, parts) = (self.plan, self.trained_parts());
+        let (program, layout) = (&plan.train, &plan.train_layout);
+        save_parts(self.device, program, layout, &parts, |name, dtype, elements, bytes| {
+            let place = by_name[name];
+            let file = match files.entry(&place.path) {
+                Entry::Occupied(file) => file.into_mut(),
+                Entry::Vacant(vacant) => vacant.insert(open_to_write(&place.path)?),
+            };
+            let at = place.offset + (elements.start * dtype.bytes()) as u64;
+            file.write_all_at(bytes, at).map_err(ModelError::io(&place.path, "write"))
+        })?;
+        for (path, file) in files {
+            file.sync_all().map_err(io_error("flush", path))?;
+        }
+        Ok(self.barrier()?)
     }
 
     /// A model with a NaN must not take the place of one without.
@@ -242,12 +299,13 @@ impl Session<'_> {
         let mut found = None;
         let (program, layout) = (&self.plan.train, &self.plan.train_layout);
         let parts = self.trained_parts();
-        save_parts(self.device, program, layout, &parts, |name, dtype, bytes| {
+        save_parts(self.device, program, layout, &parts, |name, dtype, elements, bytes| {
             let index = match dtype {
                 DType::Bf16 => first_non_finite_bf16(bytemuck::cast_slice(bytes)),
                 _ => first_non_finite(bytemuck::cast_slice(bytes)),
             };
-            found = found.take().or(index.map(|index| (name.to_owned(), index)));
+            let index = index.map(|index| (name.to_owned(), elements.start + index));
+            found = found.take().or(index);
             Ok(())
         })?;
         match found {
@@ -276,7 +334,7 @@ impl Session<'_> {
                 DType::U8 => "U8",
                 DType::F32 | DType::I32 => "F32",
             };
-            let offsets = [end, end + t.bytes()];
+            let offsets = [end, end + whole_bytes(t)];
             end = offsets[1];
             let entry = json!({"dtype": dtype, "shape": t.shape, "data_offsets": offsets});
             entries.insert(t.name.clone(), entry);
@@ -289,19 +347,32 @@ impl Session<'_> {
     }
 
     fn save_optimizer(&mut self, path: &Path) -> Result<(), CheckpointError> {
-        let file = File::create(path).map_err(io_error("create", path))?;
-        let mut out = BufWriter::new(file);
-        out.write_all(&self.optimizer_header()).map_err(io_error("write", path))?;
+        let header = self.optimizer_header();
+        if self.leads() {
+            let file = File::create(path).map_err(io_error("create", path))?;
+            file.write_all_at(&header, 0).map_err(io_error("write", path))?;
+        }
+        self.barrier()?;
+        let file = open_to_write(path)?;
+        let (plan, rank) = (self.plan, self.rank());
+        let mut at = header.len() as u64;
         for id in self.optimizer_tensors() {
-            let (offset, bytes) =
-                (self.plan.train_layout.offset(id), self.plan.train.tensor(id).bytes());
-            self.device.download(offset, bytes as usize, &mut |data| {
-                out.write_all(data)
+            let t = plan.train.tensor(id);
+            // What all ranks have alike is written by the first.
+            let own = if t.shard == Shard::Whole && rank > 0 { 0..0 } else { t.part(rank) };
+            let first = at + (own.start * t.dtype.bytes()) as u64;
+            at += whole_bytes(t);
+            if own.is_empty() {
+                continue;
+            }
+            let (offset, bytes) = (plan.train_layout.offset(id), own.len() * t.dtype.bytes());
+            self.device.download(t.home, offset, bytes, &mut |data| {
+                file.write_all_at(data, first)
                     .map_err(|e| DeviceError::Source(Box::new(io_error("write", path)(e))))
             })?;
         }
-        let file = out.into_inner().map_err(|e| io_error("write", path)(e.into_error()))?;
-        file.sync_all().map_err(io_error("flush", path))
+        file.sync_all().map_err(io_error("flush", path))?;
+        Ok(self.barrier()?)
     }
 
     /// Fills the slab from a checkpoint and says where the run stood. Weights that
@@ -343,25 +414,41 @@ impl Session<'_> {
 
         let path = folder.join(OPTIMIZER);
         let file = File::open(&path).map_err(io_error("open", &path))?;
-        let mut input = BufReader::new(file);
         let expected = self.optimizer_header();
         let mut header = vec![0; expected.len()];
-        let read = input.read_exact(&mut header);
+        let read = file.read_exact_at(&mut header, 0);
         if read.is_err() || header != expected {
             let reason = "its header is not that of this model and optimizer".to_owned();
             return Err(damaged(&path, reason));
         }
+        let mut at = expected.len() as u64;
         for id in self.optimizer_tensors() {
-            let (offset, bytes) = (layout.offset(id), program.tensor(id).bytes());
-            self.device.upload(offset, bytes as usize, &mut |out| {
-                input.read_exact(out).map_err(|e| {
-                    let reason = format!("it ends inside `{}` ({e})", program.tensor(id).name);
+            let t = program.tensor(id);
+            let held = t.held(self.device.rank());
+            let first = at + (held.start * t.dtype.bytes()) as u64;
+            at += whole_bytes(t);
+            if held.is_empty() {
+                continue;
+            }
+            let bytes = held.len() * t.dtype.bytes();
+            self.device.upload(t.home, layout.offset(id), bytes, &mut |out| {
+                file.read_exact_at(out, first).map_err(|e| {
+                    let reason = format!("it ends inside `{}` ({e})", t.name);
                     DeviceError::Source(Box::new(damaged(&path, reason)))
                 })
             })?;
         }
         Ok(state)
     }
+}
+
+/// Bytes of a tensor, the parts of all ranks together.
+fn whole_bytes(tensor: &Tensor) -> u64 {
+    (tensor.elements() * tensor.dtype.bytes()) as u64
+}
+
+fn open_to_write(path: &Path) -> Result<File, ModelError> {
+    OpenOptions::new().write(true).open(path).map_err(ModelError::io(path, "open"))
 }
 
 /// The first key whose value differs between two settings.

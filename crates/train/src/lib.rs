@@ -6,6 +6,7 @@
 mod checkpoint;
 mod early_stop;
 mod metrics;
+mod ranks;
 mod run;
 mod schedule;
 mod step;

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -11,10 +12,11 @@ use serde::Serialize;
 
 use crate::checkpoint::{CheckpointError, ModelFiles, TrainerState, remove_abandoned};
 use crate::{
-    EventWriter, MetricsError, MetricsLog, MicroBatch, Schedule, Session, TensorBoardError,
+    EventWriter, MetricsError, MetricsLog, MicroBatch, Schedule, Session, StepResult,
+    TensorBoardError,
 };
 
-/// Where micro-batches come from: a function of their number alone, so that a
+/// Where micro-batches come from, those of all ranks in one order: a function of their number alone, so that a
 /// resumed run sees what the uninterrupted one would.
 pub trait Batches {
     /// Micro-batch `number`, counted from the start of the first epoch.
@@ -25,8 +27,9 @@ pub trait Batches {
 }
 
 /// Packed rows in the order that a seed gives each epoch.
+#[derive(Clone)]
 pub struct PackedBatches {
-    packed: Packed,
+    packed: Arc<Packed>,
     batch: usize,
     seed: Option<u64>,
     /// The order at the batch that comes next, and that batch's number.
@@ -40,6 +43,7 @@ impl PackedBatches {
     /// There are no rows.
     pub fn new(packed: Packed, batch: usize, seed: Option<u64>) -> Result<Self, DataError> {
         let order = PackedBatches::order_at(&packed, batch, seed, 0)?;
+        let packed = Arc::new(packed);
         Ok(PackedBatches { packed, batch, seed, next: RefCell::new((order, 0)) })
     }
 
@@ -194,11 +198,16 @@ pub fn run(
     on_event: &mut dyn FnMut(Event),
 ) -> Result<RunSummary, RunError> {
     let recipe = &session.plan.recipe;
-    let accumulate = recipe.accumulate as u64;
-    let step_tokens = (recipe.batch * recipe.seq * recipe.accumulate) as f64;
-    remove_abandoned(&options.out)?;
-    let mut metrics = MetricsLog::resume(&options.out.join("metrics.jsonl"), state.step)?;
-    let mut board = EventWriter::resume(&options.out.join("runs"), state.step + 1)?;
+    let ranks = session.ranks();
+    let micro_batches = (recipe.accumulate * ranks) as u64;
+    let step_tokens = (recipe.batch * recipe.seq) as f64 * micro_batches as f64;
+    // What there is one of is written by rank 0.
+    let mut log = None;
+    if session.leads() {
+        remove_abandoned(&options.out)?;
+        let metrics = MetricsLog::resume(&options.out.join("metrics.jsonl"), state.step)?;
+        log = Some((metrics, EventWriter::resume(&options.out.join("runs"), state.step + 1)?));
+    }
     let started = Instant::now();
     let mut summary = RunSummary {
         ended: Ended::Finished,
@@ -219,8 +228,7 @@ pub fn run(
         let step = state.step + 1;
         let learning_rate = options.schedule.lr(step - 1);
         let clock = Instant::now();
-        let (result, trained) =
-            one_step(session, train, state.batches, accumulate, learning_rate, step, options.seed)?;
+        let result = one_step(session, train, state.batches, learning_rate, step, options.seed)?;
         let seconds = clock.elapsed().as_secs_f64();
         let diverged = |what: String| RunError::Diverged { step, what, learning_rate };
         if !result.loss.is_finite() {
@@ -238,8 +246,8 @@ pub fn run(
         training_seconds += seconds;
         steps_run += 1;
         state.step = step;
-        state.batches += accumulate;
-        state.trained_tokens += trained as u64;
+        state.batches += micro_batches;
+        state.trained_tokens += result.trained_tokens;
         state.loss = Some(result.loss);
         let line = StepMetrics {
             step,
@@ -251,19 +259,22 @@ pub fn run(
             tokens_per_second: step_tokens / seconds,
             seconds,
         };
-        metrics.append(&line)?;
-        let mut scalars = vec![
-            ("train/loss", f64::from(result.loss)),
-            ("train/learning_rate", learning_rate),
-            ("train/tokens_per_second", line.tokens_per_second),
-        ];
-        scalars.extend(result.grad_norm.map(|n| ("train/grad_norm", f64::from(n))));
-        board.scalars(step, &scalars)?;
+        if let Some((metrics, board)) = &mut log {
+            metrics.append(&line)?;
+            let mut scalars = vec![
+                ("train/loss", f64::from(result.loss)),
+                ("train/learning_rate", learning_rate),
+                ("train/tokens_per_second", line.tokens_per_second),
+            ];
+            scalars.extend(result.grad_norm.map(|n| ("train/grad_norm", f64::from(n))));
+            board.scalars(step, &scalars)?;
+        }
         on_event(Event::Step(&line));
         summary.loss = result.loss;
 
         let last = step == options.total_steps;
-        let asked = stop.load(Ordering::SeqCst);
+        // A signal may come between two looks at it: all ranks stop where one has seen it.
+        let asked = session.total(stop.load(Ordering::SeqCst).into())? > 0;
         let mut patience_over = false;
         if let Some(validation) = validation
             && (last || step.is_multiple_of(options.evaluate_every))
@@ -277,11 +288,13 @@ pub fn run(
                 perplexity: loss.exp(),
                 validation_tokens: tokens,
             };
-            metrics.append(&line)?;
-            board.scalars(
-                step,
-                &[("validation/loss", loss), ("validation/perplexity", loss.exp())],
-            )?;
+            if let Some((metrics, board)) = &mut log {
+                metrics.append(&line)?;
+                board.scalars(
+                    step,
+                    &[("validation/loss", loss), ("validation/perplexity", loss.exp())],
+                )?;
+            }
             on_event(Event::Validation { step, loss, improved: verdict.improved });
             summary.validation_loss = Some(loss);
             if verdict.improved {
@@ -317,22 +330,25 @@ pub fn run(
     Ok(summary)
 }
 
-/// One optimizer step over the micro-batches from `first` on; its result and
-/// its number of trained tokens.
+/// One optimizer step over the micro-batches from `first` on; ranks take them in turn.
 fn one_step(
     session: &mut Session,
     train: &dyn Batches,
     first: u64,
-    accumulate: u64,
     learning_rate: f64,
     step: u64,
     seed: u64,
-) -> Result<(crate::StepResult, usize), DeviceError> {
-    let owned: Vec<Batch> = (first..first + accumulate).map(|n| train.batch(n)).collect();
+) -> Result<StepResult, DeviceError> {
+    let (rank, ranks) = (session.rank() as u64, session.ranks() as u64);
+    let accumulate = session.plan.recipe.accumulate as u64;
+    let owned: Vec<Batch> =
+        (0..accumulate).map(|n| train.batch(first + n * ranks + rank)).collect();
     let micro: Vec<MicroBatch> = owned.iter().map(MicroBatch::from).collect();
-    let trained = micro.iter().map(MicroBatch::trained_tokens).sum();
-    Ok((session.train(&micro, learning_rate as f32, step, seed)?, trained))
+    session.train(&micro, learning_rate as f32, step, seed)
 }
+
+/// The label of a token that is not counted.
+const IGNORED: i32 = -100;
 
 /// Mean loss over all trained tokens of an epoch, and their number.
 ///
@@ -340,8 +356,15 @@ fn one_step(
 /// The device's own.
 pub fn evaluate(session: &mut Session, batches: &dyn Batches) -> Result<(f64, usize), DeviceError> {
     let (mut sum, mut tokens) = (0.0, 0);
-    for number in 0..batches.per_epoch() {
-        let (loss, count) = session.evaluate(&MicroBatch::from(&batches.batch(number)))?;
+    let (rank, ranks) = (session.rank() as u64, session.ranks() as u64);
+    for round in 0..batches.per_epoch().div_ceil(ranks) {
+        let number = round * ranks + rank;
+        let mut batch = batches.batch(number.min(batches.per_epoch() - 1));
+        if number >= batches.per_epoch() {
+            // Nothing is left for this rank, but the others need it.
+            batch.labels.fill(IGNORED);
+        }
+        let (loss, count) = session.evaluate(&MicroBatch::from(&batch))?;
         sum += loss;
         tokens += count;
     }

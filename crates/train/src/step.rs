@@ -1,8 +1,10 @@
 //! One optimizer step from the host's side: inputs in, loss out.
 
 use plimsoll_arch::Architecture;
-use plimsoll_plan::{Device, DeviceError, Layout, LayoutError, lay_out, lay_out_together};
-use plimsoll_program::{Optimizer, Program, Recipe, RecipeError, StepScalars, Target, build};
+use plimsoll_plan::{
+    Device, DeviceError, Layout, LayoutError, SlabSizes, lay_out, lay_out_together,
+};
+use plimsoll_program::{Home, Optimizer, Program, Recipe, RecipeError, StepScalars, Target, build};
 
 /// The programs of a training run and their common slab.
 pub struct TrainPlan {
@@ -64,6 +66,11 @@ impl TrainPlan {
     pub fn slab_bytes(&self) -> u64 {
         self.train_layout.slab_bytes
     }
+
+    /// What a device must reserve.
+    pub fn slabs(&self) -> SlabSizes {
+        self.train_layout.slabs()
+    }
 }
 
 /// Inputs of one micro-batch, each (B, T).
@@ -97,8 +104,10 @@ impl<'a> From<&'a plimsoll_data::Batch> for MicroBatch<'a> {
 /// What a step reports.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepResult {
-    /// Mean loss over the trained tokens of the step.
+    /// Mean loss over the trained tokens of the step, all ranks together.
     pub loss: f32,
+    /// Of all micro-batches of all ranks.
+    pub trained_tokens: u64,
     /// Global gradient norm before clipping; none when nothing is clipped.
     pub grad_norm: Option<f32>,
 }
@@ -125,17 +134,19 @@ impl Session<'_> {
         step: u64,
         seed: u64,
     ) -> Result<StepResult, DeviceError> {
-        self.forward_backward(batches, learning_rate, step, seed)?;
+        let trained_tokens = self.forward_backward(batches, learning_rate, step, seed)?;
         self.update()?;
         let (program, layout) = (&self.plan.train, &self.plan.train_layout);
         let grad_norm = match self.plan.recipe.max_grad_norm {
             Some(_) => Some(self.scalar(program, layout, "grad_norm")?),
             None => None,
         };
-        Ok(StepResult { loss: self.scalar(program, layout, "loss")?, grad_norm })
+        let loss = self.scalar(program, layout, "loss")?;
+        Ok(StepResult { loss, trained_tokens, grad_norm })
     }
 
-    /// The first half of [`Session::train`]: loss and gradients.
+    /// The first half of [`Session::train`]: loss and gradients. Returns the number of
+    /// trained tokens of all ranks.
     ///
     /// # Errors
     /// The device's own.
@@ -148,9 +159,11 @@ impl Session<'_> {
         learning_rate: f32,
         step: u64,
         seed: u64,
-    ) -> Result<(), DeviceError> {
+    ) -> Result<u64, DeviceError> {
         assert_eq!(batches.len(), self.plan.recipe.accumulate, "one micro-batch for each");
         let trained: usize = batches.iter().map(MicroBatch::trained_tokens).sum();
+        let trained = self.total(trained as u64)?;
+        let (rank, ranks) = (self.rank(), self.ranks());
         let correction = |beta: f32| (1.0 - f64::from(beta).powf(step as f64)) as f32;
         let (c1, c2) = match self.plan.recipe.optimizer {
             Optimizer::AdamW(o) => (correction(o.beta1), correction(o.beta2)),
@@ -166,18 +179,19 @@ impl Session<'_> {
         };
         let (program, layout) = (&self.plan.train, &self.plan.train_layout);
         for (n, batch) in batches.iter().enumerate() {
-            // Each micro-batch drops other activations.
-            let seed = scalars.seed ^ (n as u64).wrapping_mul(0xa076_1d64_78bd_642f);
+            // Each micro-batch drops other activations, whichever rank computes it.
+            let number = n * ranks + rank;
+            let seed = scalars.seed ^ (number as u64).wrapping_mul(0xa076_1d64_78bd_642f);
             self.write_scalars(program, layout, StepScalars { seed, ..scalars })?;
             self.write_batch(program, layout, batch)?;
             let name = if n == 0 { build::FIRST_MICRO_BATCH } else { build::OTHER_MICRO_BATCHES };
             let section = program.section(name).expect("a training step has it");
             self.device.run(program, layout, section)?;
         }
-        if batches.len() > 1 {
+        if batches.len() * ranks > 1 {
             self.write_scalars(program, layout, scalars)?;
         }
-        Ok(())
+        Ok(trained)
     }
 
     /// The second half of [`Session::train`]: clipping and the optimizer.
@@ -190,7 +204,7 @@ impl Session<'_> {
         self.device.run(program, layout, section)
     }
 
-    /// Sum of the losses of one batch, and its number of trained tokens.
+    /// Sum of the losses of one batch of every rank, and their number of trained tokens.
     ///
     /// # Errors
     /// The device's own.
@@ -207,7 +221,8 @@ impl Session<'_> {
         self.write_scalars(program, layout, scalars)?;
         self.write_batch(program, layout, batch)?;
         self.device.run(program, layout, 0)?;
-        Ok((f64::from(self.scalar(program, layout, "loss")?), batch.trained_tokens()))
+        let loss = f64::from(self.scalar(program, layout, "loss")?);
+        Ok((loss, self.total(batch.trained_tokens() as u64)? as usize))
     }
 
     fn write_scalars(
@@ -240,7 +255,7 @@ impl Session<'_> {
         data: &[u8],
     ) -> Result<(), DeviceError> {
         let id = program.find(name).expect("every program has the inputs");
-        self.device.upload(layout.offset(id), data.len(), &mut |bytes| {
+        self.device.upload(Home::Device, layout.offset(id), data.len(), &mut |bytes| {
             bytes.copy_from_slice(data);
             Ok(())
         })
@@ -254,7 +269,7 @@ impl Session<'_> {
     ) -> Result<f32, DeviceError> {
         let id = program.find(name).expect("every program has it");
         let mut value = 0.0;
-        self.device.download(layout.offset(id), 4, &mut |bytes| {
+        self.device.download(Home::Device, layout.offset(id), 4, &mut |bytes| {
             value = bytemuck::pod_read_unaligned(bytes);
             Ok(())
         })?;

@@ -47,7 +47,7 @@ fn read(device: &mut dyn Device, program: &Program, layout: &Layout, name: &str)
         out.extend_from_slice(bytemuck::cast_slice(bytes));
         Ok(())
     };
-    device.download(layout.offset(id), len, &mut take).unwrap();
+    device.download(program.tensor(id).home, layout.offset(id), len, &mut take).unwrap();
     out
 }
 
@@ -64,7 +64,7 @@ fn write<T: bytemuck::Pod>(
         out.copy_from_slice(bytes);
         Ok(())
     };
-    device.upload(layout.offset(id), bytes.len(), &mut fill).unwrap();
+    device.upload(program.tensor(id).home, layout.offset(id), bytes.len(), &mut fill).unwrap();
 }
 
 /// The rows of a part of a checkpoint in the tensor that holds it.

@@ -27,6 +27,8 @@ pub struct AdamW {
 #[derive(Clone, Copy, Debug)]
 pub struct Rounding {
     seed: [u32; 2],
+    /// Place in its tensor of the first element at hand.
+    first: usize,
 }
 
 impl Rounding {
@@ -36,11 +38,17 @@ impl Rounding {
         x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         x ^= x >> 31;
-        Self { seed: [x as u32, (x >> 32) as u32] }
+        Self { seed: [x as u32, (x >> 32) as u32], first: 0 }
+    }
+
+    /// For a part of the tensor that starts at its element `first`.
+    pub fn starting_at(self, first: usize) -> Self {
+        Self { first, ..self }
     }
 
     /// Bits for the piece of elements that starts at `offset`.
     pub(super) fn piece(self, offset: usize) -> [u32; 2] {
+        let offset = self.first + offset;
         let high = ((offset as u64) >> 32) as u32;
         [self.seed[0] ^ high.wrapping_mul(0x9e37_79b9), self.seed[1].wrapping_add(offset as u32)]
     }

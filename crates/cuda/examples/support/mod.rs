@@ -2,6 +2,7 @@
 
 pub mod few_rows;
 pub mod golden;
+pub mod offload;
 pub mod ops;
 pub mod steps;
 pub mod token;
@@ -10,8 +11,8 @@ use std::process::ExitCode;
 
 use half::bf16;
 use plimsoll_arch::DType;
-use plimsoll_plan::{Device, Layout, lay_out};
-use plimsoll_program::{Class, Home, Op, OpKind, Program, Target, Tensor, TensorId, View};
+use plimsoll_plan::{Device, Layout, SlabSizes, lay_out};
+use plimsoll_program::{Class, Home, Op, OpKind, Program, Shard, Target, Tensor, TensorId, View};
 
 /// What was compared so far.
 #[derive(Default)]
@@ -66,21 +67,21 @@ pub struct Bench<D> {
 }
 
 impl<D: Device> Bench<D> {
-    /// `make` is given the bytes of the slab.
-    pub fn new(program: Program, make: impl FnOnce(u64) -> D) -> Bench<D> {
+    /// `make` is given the bytes of the slabs.
+    pub fn new(program: Program, make: impl FnOnce(SlabSizes) -> D) -> Bench<D> {
         program.verify().unwrap_or_else(|e| panic!("{e}"));
         let layout = lay_out(&program);
-        let device = make(layout.slab_bytes);
+        let device = make(layout.slabs());
         Bench { device, program, layout }
     }
 
     pub fn write(&mut self, tensor: TensorId, values: &[f32]) {
         let t = self.program.tensor(tensor);
-        let (dtype, len) = (t.dtype, t.bytes() as usize);
+        let (home, dtype, len) = (t.home, t.dtype, t.bytes() as usize);
         assert_eq!(values.len(), t.elements(), "{}", t.name);
         let offset = self.layout.offset(tensor);
         self.device
-            .upload(offset, len, &mut |bytes| {
+            .upload(home, offset, len, &mut |bytes| {
                 match dtype {
                     DType::Bf16 => fill(bytemuck::cast_slice_mut(bytes), values, bf16::from_f32),
                     DType::I32 => fill(bytemuck::cast_slice_mut(bytes), values, |x| x as i32),
@@ -94,11 +95,11 @@ impl<D: Device> Bench<D> {
 
     pub fn read(&mut self, tensor: TensorId) -> Vec<f32> {
         let t = self.program.tensor(tensor);
-        let (dtype, len) = (t.dtype, t.bytes() as usize);
+        let (home, dtype, len) = (t.home, t.dtype, t.bytes() as usize);
         let offset = self.layout.offset(tensor);
         let mut values = Vec::new();
         self.device
-            .download(offset, len, &mut |bytes| {
+            .download(home, offset, len, &mut |bytes| {
                 values = match dtype {
                     DType::Bf16 => {
                         bytemuck::cast_slice::<u8, bf16>(bytes).iter().map(|x| x.to_f32()).collect()
@@ -193,6 +194,7 @@ fn scratch(
         dtype,
         class,
         home: Home::Device,
+        shard: Shard::Whole,
         resident: false,
     });
     id

@@ -6,7 +6,7 @@ use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_plan::Device;
 use plimsoll_program::{
     Access, AttentionShape, Class, Codebook, Home, Nested, Op, OpKind, Phase, Program,
-    QuantizedMatrix, QuantizedPart, Section, Target, Tensor, TensorId, View,
+    QuantizedMatrix, QuantizedPart, Section, Shard, Target, Tensor, TensorId, View,
 };
 
 use super::{Bench, Report, distance, integers, multiplied_out, random};
@@ -27,6 +27,7 @@ impl Case {
             dtype,
             class: Class::Activation,
             home: Home::Device,
+            shard: Shard::Whole,
             resident: true,
         });
         self.values.push(values);
@@ -87,6 +88,7 @@ impl Case {
                     dtype: DType::U8,
                     class: Class::Workspace,
                     home: Home::Device,
+                    shard: Shard::Whole,
                     resident: false,
                 });
                 id
@@ -178,6 +180,7 @@ pub fn check(report: &mut Report) {
         attention(report, dtype);
         loss(report, dtype);
         updates(report, dtype);
+        shares(report, dtype);
         updates_8bit(report, dtype);
     }
 }
@@ -467,10 +470,10 @@ fn updates(report: &mut Report, dtype: DType) {
             let norm = Some(norm);
             let stream = stream as u32;
             adamw.push(OpKind::AdamW {
-                param,
-                grad,
-                m,
-                v,
+                param: c.view(param),
+                grad: c.view(grad),
+                m: c.view(m),
+                v: c.view(v),
                 step,
                 norm,
                 beta1: 0.9,
@@ -481,9 +484,9 @@ fn updates(report: &mut Report, dtype: DType) {
             });
             let (param, velocity) = (c.random(size, dtype), Some(c.random(size, state)));
             sgd.push(OpKind::Sgd {
-                param,
-                grad,
-                velocity: velocity.filter(|_| stream != 1),
+                param: c.view(param),
+                grad: c.view(grad),
+                velocity: velocity.filter(|_| stream != 1).map(|t| c.view(t)),
                 step,
                 norm,
                 momentum: 0.9,
@@ -498,6 +501,54 @@ fn updates(report: &mut Report, dtype: DType) {
         let limit = if dtype == Bf16 || state == Bf16 { 8e-3 } else { 1e-6 };
         c.compare(report, &format!("grad_norm, adamw, sgd {dtype} state {state}"), limit, &kinds);
     }
+}
+
+/// What several ranks need on each of them: conversions, the norm of a share of the
+/// gradients, and updates of the first rank's part of what is divided.
+fn shares(report: &mut Report, dtype: DType) {
+    for (other, elements) in [(F32, 5000), (Bf16, 4096), (F32, 77)] {
+        for accumulate in [false, true] {
+            let mut c = Case::default();
+            let x = c.random(&[1, elements], dtype);
+            let out = c.sum(&[1, elements], other, accumulate);
+            let what = format!("convert {dtype} to {other} {elements} add {accumulate}");
+            c.compare(report, &what, limit(other), &[OpKind::Convert { x, out, accumulate }]);
+        }
+    }
+    let mut c = Case::default();
+    let (step, norm, squares) = (c.step(), c.out(&[2], F32), c.out(&[1, 1], F32));
+    let (mut grads, mut kinds) = (Vec::new(), Vec::new());
+    for (stream, rows) in [8usize, 64].into_iter().enumerate() {
+        let part = rows * 64;
+        let (param, grad) = (c.random(&[rows, 128], dtype), c.random(&[rows, 128], dtype));
+        let (m, v) =
+            (c.random(&[rows, 128], F32), c.tensor(&[rows, 128], F32, vec![0.3; 2 * part]));
+        for tensor in [param, grad, m, v] {
+            c.program.tensors[tensor.index()].shard = Shard::Padded { ranks: 2, part };
+        }
+        grads.push(grad);
+        kinds.push(OpKind::AdamW {
+            param: c.view(param),
+            grad: c.view(grad),
+            m: c.view(m),
+            v: c.view(v),
+            step,
+            norm: Some(norm),
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            stream: stream as u32,
+        });
+    }
+    grads.push(c.random(&[100], dtype));
+    let mut all = vec![
+        OpKind::GradSquares { grads, squares },
+        OpKind::ClipFactor { squares, norm, max_norm: Some(1.0) },
+    ];
+    all.extend(kinds);
+    let limit = if dtype == Bf16 { 8e-3 } else { 1e-6 };
+    c.compare(report, &format!("a rank's share: norm, adamw {dtype}"), limit, &all);
 }
 
 /// What adapters need: products added in place to some columns, and dropout.
@@ -613,12 +664,12 @@ fn updates_8bit(report: &mut Report, dtype: DType) {
             let m_absmax = c.tensor(&[blocks], F32, scales.clone());
             let v_absmax = c.tensor(&[blocks], F32, scales);
             kinds.push(OpKind::AdamW8bit {
-                param,
-                grad,
-                m,
-                v,
-                m_absmax,
-                v_absmax,
+                param: c.view(param),
+                grad: c.view(grad),
+                m: c.view(m),
+                v: c.view(v),
+                m_absmax: c.view(m_absmax),
+                v_absmax: c.view(v_absmax),
                 step,
                 norm: clip.then_some(norm),
                 beta1: 0.9,
@@ -635,7 +686,7 @@ fn updates_8bit(report: &mut Report, dtype: DType) {
                 unreachable!("made above")
             };
             let of =
-                |tensor: &TensorId| errors.iter().find(|(t, _)| t == tensor).expect("written").1;
+                |view: &View| errors.iter().find(|(t, _)| *t == view.tensor).expect("written").1;
             for (part, tensor) in
                 [("m", m), ("v", v), ("scale of m", m_absmax), ("scale of v", v_absmax)]
             {

@@ -4,14 +4,14 @@ use plimsoll_arch::{Architecture, DType, preset};
 use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_model::{init_state, init_weights};
-use plimsoll_plan::Device;
+use plimsoll_plan::{Device, SlabSizes};
 use plimsoll_program::{
     Class, Codebook, Lora, Projection, Quant, Recipe, StepScalars, TensorId, build,
 };
 
 use super::{Bench, Report, cpu_threads, distance, integers, multiplied_out, random_weights};
 
-fn small(name: &str, edit: impl FnOnce(&mut Architecture)) -> Architecture {
+pub fn small(name: &str, edit: impl FnOnce(&mut Architecture)) -> Architecture {
     let mut arch = preset("llama-3-8b").expect("a preset");
     arch.name = name.to_owned();
     arch.hidden_size = 256;
@@ -26,7 +26,7 @@ fn small(name: &str, edit: impl FnOnce(&mut Architecture)) -> Architecture {
     arch
 }
 
-fn models() -> Vec<Architecture> {
+pub fn models() -> Vec<Architecture> {
     vec![
         small("llama", |_| {}),
         small("qwen2, tied, bias, window", |a| {
@@ -52,18 +52,18 @@ fn models() -> Vec<Architecture> {
 const BATCH: usize = 2;
 const SEQ: usize = 160;
 
-fn recipe(precision: DType) -> Recipe {
+pub fn recipe(precision: DType) -> Recipe {
     Recipe { accumulate: 2, loss_rows: Some(128), ..Recipe::full(precision, BATCH, SEQ) }
 }
 
-fn start<D: Device>(bench: &mut Bench<D>, arch: &Architecture) {
+pub fn start<D: Device>(bench: &mut Bench<D>, arch: &Architecture) {
     let Bench { device, program, layout } = bench;
     init_weights(device, program, layout, arch, 7).expect("weights");
     init_state(device, program, layout, arch).expect("state");
 }
 
 /// Inputs of one micro-batch: two documents a row, some labels ignored.
-fn feed<D: Device>(bench: &mut Bench<D>, arch: &Architecture, seed: u64) {
+pub fn feed<D: Device>(bench: &mut Bench<D>, arch: &Architecture, seed: u64) {
     let rows = BATCH * SEQ;
     let ids = integers(seed, rows, arch.vocab_size);
     let mut labels = ids[1..].to_vec();
@@ -86,7 +86,7 @@ fn feed<D: Device>(bench: &mut Bench<D>, arch: &Architecture, seed: u64) {
     }
 }
 
-fn scalars(step: u64) -> Vec<f32> {
+pub fn scalars(step: u64) -> Vec<f32> {
     let t = step as i32 + 1;
     StepScalars {
         learning_rate: 1e-3,
@@ -231,7 +231,7 @@ fn logits_of<D: Device>(
     prompt: usize,
     target: &dyn plimsoll_program::Target,
     cpu: bool,
-    make: impl FnOnce(u64) -> D,
+    make: impl FnOnce(SlabSizes) -> D,
 ) -> Vec<Vec<f32>> {
     let batch = recipe.batch;
     let of = |tokens| {
@@ -242,7 +242,7 @@ fn logits_of<D: Device>(
     let layouts = plimsoll_plan::lay_out_together(&[&prefill, &decode]).expect("alike");
     let mut layouts = layouts.into_iter();
     let (first, second) = (layouts.next().expect("two"), layouts.next().expect("two"));
-    let mut bench = Bench { device: make(first.slab_bytes), program: prefill, layout: first };
+    let mut bench = Bench { device: make(first.slabs()), program: prefill, layout: first };
     {
         let Bench { device, program, layout } = &mut bench;
         init_state(device, program, layout, arch).expect("state");

@@ -8,7 +8,7 @@ use plimsoll_arch::{Architecture, DType, preset};
 use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_model::init_state;
 use plimsoll_plan::{Device, Layout, lay_out_together};
-use plimsoll_program::{Class, Codebook, OpKind, Program, Quant, Recipe, TensorId, build};
+use plimsoll_program::{Class, Codebook, Home, OpKind, Program, Quant, Recipe, TensorId, build};
 
 use super::Report;
 
@@ -62,7 +62,9 @@ impl Token {
                 to.chunks_mut(from.len()).for_each(|c| c.copy_from_slice(&from[..c.len()]));
                 Ok(())
             };
-            self.device.upload(place.offset, place.bytes as usize, &mut fill).expect("upload");
+            self.device
+                .upload(Home::Device, place.offset, place.bytes as usize, &mut fill)
+                .expect("upload");
         }
     }
 
@@ -71,7 +73,7 @@ impl Token {
         let t = program.find(name).expect("an input");
         let len = program.tensor(t).bytes() as usize;
         self.device
-            .upload(layout.offset(t), len, &mut |bytes| {
+            .upload(Home::Device, layout.offset(t), len, &mut |bytes| {
                 bytes.chunks_exact_mut(4).for_each(|b| b.copy_from_slice(&value.to_le_bytes()));
                 Ok(())
             })
@@ -115,7 +117,7 @@ impl Token {
         for _ in 0..REPLAYS {
             self.write("ids", 17);
             self.run();
-            self.device.download(next, 4, &mut |_| Ok(())).expect("download");
+            self.device.download(Home::Device, next, 4, &mut |_| Ok(())).expect("download");
         }
         started.elapsed().as_secs_f64() / REPLAYS as f64
     }

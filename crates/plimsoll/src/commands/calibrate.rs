@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use plimsoll_arch::preset;
 use plimsoll_calibrate::{Facts, Grid, calibrate, slab_bytes};
 use plimsoll_cuda::device_info;
-use plimsoll_plan::{DeviceKind, DeviceProfile, schedule};
+use plimsoll_plan::{DeviceKind, DeviceProfile, lay_out, schedule};
 use plimsoll_program::{Recipe, build};
 
 use crate::devices::DeviceArg;
@@ -120,7 +120,7 @@ fn summary(profile: &DeviceProfile) -> Result<String, Stop> {
             DeviceKind::Cuda => DeviceArg::Cuda.target(),
         };
         let program = build::train(&arch, &recipe, &*target).map_err(Stop::input)?;
-        let planned = schedule(&program, profile, None).step_seconds;
+        let planned = schedule(&program, &lay_out(&program), profile, None).step_seconds;
         row(
             "a training step, planned, measured",
             format!(

@@ -58,7 +58,7 @@ pub fn run(args: &EvaluateArgs) -> Outcome {
         )));
     }
     let rows = args.data.rows(model, args.batch, seq, 0)?.train;
-    let mut device = kind.reserve(plan.slab_bytes())?;
+    let mut device = kind.reserve(plan.slabs())?;
     let (program, layout) = (&plan.evaluate, &plan.evaluate_layout);
     init_state(&mut *device, program, layout, &model.arch)?;
     weights.load(&mut *device, program, layout)?;

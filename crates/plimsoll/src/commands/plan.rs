@@ -47,6 +47,12 @@ pub struct PlanArgs {
     /// What the device costs an hour [default: of a GPU, a list price of the catalogue]
     #[arg(long, value_name = "USD_PER_HOUR", value_parser = units::parse_price)]
     pub price: Option<f64>,
+    /// Machines, with --gpus devices each.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=4096))]
+    pub nodes: u64,
+    /// What a machine sends to the next over all of its network, GB/s [default: 50]
+    #[arg(long, value_name = "GB_PER_SECOND", value_parser = parse_link)]
+    pub link: Option<f64>,
     /// Memory to fit in: bytes, or with a unit such as 80GiB.
     #[arg(long, value_parser = units::parse_bytes)]
     pub memory: Option<u64>,
@@ -87,6 +93,10 @@ pub fn run(args: &PlanArgs) -> Outcome {
         DeviceKind::Cpu => Precision::F32,
     };
     let mut recipe = args.recipe.recipe(&arch, stored_quant(model), default)?;
+    recipe.sharding.ranks *= args.nodes as usize;
+    recipe.check(&arch).map_err(Stop::input)?;
+    let planner =
+        planner.for_ranks(recipe.sharding.ranks, args.nodes as usize, args.link.map(|g| g * 1e9));
     if args.recipe.recompute_is_auto() && args.recipe.method != MethodArg::Infer {
         recipe = planner.with_least_recompute(&arch, &recipe)?;
     }
@@ -114,11 +124,12 @@ pub fn run(args: &PlanArgs) -> Outcome {
             out!("{}", table(&planned.report));
             let context = if recipe.method == Method::Infer { "context" } else { "seq" };
             outln!(
-                "batch {}, {context} {}, {}, recompute {}",
+                "batch {}, {context} {}, {}, recompute {}, offload {}",
                 recipe.batch,
                 recipe.seq,
                 recipe.precision,
-                recipe.recompute
+                recipe.recompute,
+                recipe.offload.name()
             );
             if let Some(line) = more_than_dense(&planner, &arch, &recipe, &planned.report)? {
                 outln!("{line}");
@@ -135,6 +146,13 @@ fn price(args: &PlanArgs, planner: &Planner) -> Option<(f64, String)> {
         Some((gpu.price.usd_per_hour, gpu.price.source()))
     };
     args.price.map(|usd| (usd, "as given".to_owned())).or_else(default)
+}
+
+fn parse_link(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate.is_finite() && (0.001..=1e5).contains(&rate) => Ok(rate),
+        _ => Err(format!("`{text}` is no rate: give GB/s, such as 50")),
+    }
 }
 
 /// Why four bits need more memory than none, where they do.
@@ -184,8 +202,12 @@ pub fn table(report: &PlanReport) -> String {
     }
     row("layout gaps", report.peak_bytes - alive.min(report.peak_bytes));
     row("= slab", report.peak_bytes);
-    if report.overhead_bytes > 0 {
-        row("driver, outside the slab", report.overhead_bytes);
+    let nccl = report.communication.as_ref().map_or(0, |c| c.nccl_bytes);
+    if report.overhead_bytes > nccl {
+        row("driver, outside the slab", report.overhead_bytes - nccl);
+    }
+    if nccl > 0 {
+        row("NCCL, outside the slab", nccl);
     }
     if report.host_bytes > 0 {
         row("pinned host memory", report.host_bytes);
@@ -211,7 +233,24 @@ pub fn table(report: &PlanReport) -> String {
         report.flops_per_step / 1e12,
         report.bottleneck
     ));
+    for (lane, seconds) in &report.lane_seconds {
+        let (lane, seconds) = (lane.replace('_', " "), seconds.as_f64().unwrap_or(0.0));
+        text.push_str(&format!("  {lane:<16} busy for {}\n", units::seconds(seconds)));
+    }
     text.push_str(&format!("  seconds: {}\n", report.device_source));
+    if let Some(c) = &report.communication {
+        text.push_str(&format!(
+            "\n{} ranks on {} {}, ZeRO {}, gradients summed in {}; bytes above are those of one rank\n               communication {} a step, of which {} nothing else runs ({})\n",
+            c.ranks,
+            c.nodes,
+            if c.nodes == 1 { "machine" } else { "machines" },
+            c.zero,
+            c.reduce_dtype,
+            units::seconds(c.seconds),
+            units::seconds(c.exposed_seconds),
+            c.source
+        ));
+    }
     if let Some(cost) = &report.cost {
         text.push_str(&format!(
             "  USD {} a step, {:.4} a million tokens, at USD {:.2} an hour ({})\n",

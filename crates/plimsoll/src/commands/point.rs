@@ -8,8 +8,8 @@ use clap::Args;
 use plimsoll_data::Batch;
 use plimsoll_measure::Resident;
 use plimsoll_model::{init_adapter, init_state, init_weights, load_weights};
-use plimsoll_plan::{Device, schedule};
-use plimsoll_train::{Batches, MicroBatch, Session, TrainPlan};
+use plimsoll_plan::{Device, Taken, schedule};
+use plimsoll_train::{Batches, MicroBatch, PackedBatches, Session, TrainPlan};
 use serde_json::{Value, json};
 
 use crate::data_args::DataArgs;
@@ -18,6 +18,7 @@ use crate::exit::{Outcome, Stop};
 use crate::measuring::Growth;
 use crate::model_source::{ModelSource, open_model};
 use crate::planning::Planner;
+use crate::ranks::Team;
 use crate::recipe_args::RecipeArgs;
 use crate::units;
 
@@ -56,7 +57,12 @@ pub fn run(args: &PointArgs) -> Outcome {
         outln!("{}", json!({ "planned_bytes": point.bytes(), "planned_seconds": point.seconds }));
         return Err(stop);
     }
-    outln!("{}", point.reserve(args)?.measure(args)?.json());
+    let ranks = point.plan.recipe.sharding.ranks;
+    if ranks == 1 {
+        outln!("{}", point.reserve(args)?.measure(args)?.json());
+        return Ok(());
+    }
+    outln!("{}", json_of_ranks(&point.measure_ranks(args)?));
     Ok(())
 }
 
@@ -68,7 +74,31 @@ pub struct PlannedPoint {
     pub kind: DeviceArg,
     /// Planned, of a step.
     pub seconds: f64,
-    rows: Box<dyn Batches>,
+    host_memory: Option<u64>,
+    rows: Rows,
+}
+
+/// Where a point's batches come from.
+#[derive(Clone)]
+enum Rows {
+    Full(FullRows),
+    Packed(PackedBatches),
+}
+
+impl Batches for Rows {
+    fn batch(&self, number: u64) -> Batch {
+        match self {
+            Rows::Full(rows) => rows.batch(number),
+            Rows::Packed(rows) => rows.batch(number),
+        }
+    }
+
+    fn per_epoch(&self) -> u64 {
+        match self {
+            Rows::Full(rows) => rows.per_epoch(),
+            Rows::Packed(rows) => rows.per_epoch(),
+        }
+    }
 }
 
 /// A planned recipe on a device that holds its weights.
@@ -84,6 +114,9 @@ pub struct Measured {
     pub measured_bytes: u64,
     /// Outside the slab, where a driver counts it.
     pub overhead_bytes: Option<u64>,
+    /// Slab in page-locked host memory: planned, and as the kernel counts it.
+    pub host_bytes: u64,
+    pub measured_host_bytes: Option<u64>,
     pub lower_bound_bytes: u64,
     pub slab_bytes: u64,
     pub memory_limit_bytes: u64,
@@ -107,6 +140,8 @@ impl Measured {
             "peak_allocated_bytes": self.lower_bound_bytes,
             "peak_reserved_bytes": self.slab_bytes,
             "overhead_bytes": self.overhead_bytes,
+            "host_bytes": self.host_bytes,
+            "measured_host_bytes": self.measured_host_bytes,
             "iterations_per_second": 1.0 / median,
             "tokens_per_second": self.tokens / median,
             "seconds_per_iteration": median,
@@ -125,22 +160,25 @@ impl PlannedPoint {
         let kind = DeviceArg::resolve(args.device);
         let recipe =
             args.recipe.recipe(&model.arch, model.stored_quant(), kind.default_precision())?;
-        let planner = Planner::device(kind, args.memory_limit)?;
+        let planner =
+            Planner::device(kind, args.memory_limit)?.for_ranks(recipe.sharding.ranks, 1, None);
         let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
         let (batch, seq) = (recipe.batch, recipe.seq);
-        let rows: Box<dyn Batches> = if args.full_rows {
-            Box::new(FullRows { batch, seq, vocab: model.arch.vocab_size, seed: args.seed })
+        let rows = if args.full_rows {
+            Rows::Full(FullRows { batch, seq, vocab: model.arch.vocab_size, seed: args.seed })
         } else {
-            Box::new(args.data.rows(&model, batch, seq, args.seed)?.train)
+            Rows::Packed(args.data.rows(&model, batch, seq, args.seed)?.train)
         };
-        let documents = if args.full_rows { seq as f64 } else { document_tokens(&*rows) };
-        let seconds = schedule(&plan.train, &planner.device, Some(documents)).step_seconds;
-        Ok(PlannedPoint { model, plan, planner, kind, seconds, rows })
+        let documents = if args.full_rows { seq as f64 } else { document_tokens(&rows) };
+        let seconds = schedule(&plan.train, &plan.train_layout, &planner.device, Some(documents))
+            .step_seconds;
+        let host_memory = args.recipe.host_memory;
+        Ok(PlannedPoint { model, plan, planner, kind, seconds, host_memory, rows })
     }
 
     /// Slab and what the driver takes beside it.
     pub fn bytes(&self) -> u64 {
-        self.plan.slab_bytes() + self.planner.device.overhead_bytes
+        self.kind.slab_bytes(self.plan.slabs()) + self.planner.device.overhead_bytes
     }
 
     fn memory_limit(&self) -> u64 {
@@ -156,7 +194,7 @@ impl PlannedPoint {
             DeviceArg::Cuda => 0,
         };
         if self.bytes().saturating_add(process) <= self.memory_limit() {
-            return Ok(());
+            return self.kind.host_must_fit(self.plan.slabs(), self.host_memory);
         }
         Err(Stop::DoesNotFit(format!(
             "the plan needs {} and the process {}, of {}",
@@ -172,19 +210,95 @@ impl PlannedPoint {
     /// The device's own, or the checkpoint cannot be read.
     pub fn reserve(self, args: &PointArgs) -> Result<Ready, Stop> {
         let growth = Growth::start()?;
-        let mut device = self.kind.reserve(self.plan.slab_bytes())?;
-        let (program, layout) = (&self.plan.train, &self.plan.train_layout);
-        let arch = &self.model.arch;
-        init_state(&mut *device, program, layout, arch)?;
-        match &self.model.checkpoint {
-            Some(checkpoint) => load_weights(&mut *device, program, layout, arch, checkpoint)?,
-            None => init_weights(&mut *device, program, layout, arch, args.seed)?,
-        }
-        if let Some(lora) = &self.plan.recipe.lora {
-            init_adapter(&mut *device, program, layout, arch, lora, args.seed)?;
-        }
+        let mut device = self.kind.reserve(self.plan.slabs())?;
+        fill(&self.plan, &self.model, &mut *device, args.seed)?;
         Ok(Ready { point: self, device, growth })
     }
+
+    /// Runs the warm-up and the timed steps on all ranks; what each showed.
+    ///
+    /// # Errors
+    /// The device's own, or the checkpoint cannot be read.
+    fn measure_ranks(&self, args: &PointArgs) -> Result<Vec<Measured>, Stop> {
+        let growth = Growth::start()?;
+        let ranks = self.plan.recipe.sharding.ranks;
+        let (plan, model, kind) = (&self.plan, &self.model, self.kind);
+        let inputs = vec![self.rows.clone(); ranks];
+        let all = Team::threads(ranks).run(inputs, |member, rows| {
+            let mut device = kind.reserve_in(plan.slabs(), member)?;
+            fill(plan, model, &mut *device, args.seed)?;
+            let mut session = Session { plan, device: &mut *device };
+            let (loss, seconds) = steps(&mut session, &rows, args)?;
+            Ok((loss, seconds, device.taken_bytes()?))
+        })?;
+        // The kernel counts all ranks of a process together.
+        let share = growth.most()? / ranks as u64;
+        let measured = all.into_iter().map(|(loss, seconds, taken)| {
+            let bytes = taken.map_or(share, |t| t.total);
+            self.measured(bytes, taken, loss, seconds)
+        });
+        Ok(measured.collect())
+    }
+
+    fn measured(
+        &self,
+        measured_bytes: u64,
+        taken: Option<Taken>,
+        loss: f32,
+        seconds: Vec<f64>,
+    ) -> Measured {
+        let recipe = &self.plan.recipe;
+        let rows = recipe.batch * recipe.accumulate * recipe.sharding.ranks;
+        Measured {
+            planned_bytes: self.bytes(),
+            measured_bytes,
+            overhead_bytes: taken.map(|t| t.overhead),
+            host_bytes: self.plan.slabs().host,
+            measured_host_bytes: taken.map(|t| t.host),
+            lower_bound_bytes: self.plan.train_layout.lower_bound,
+            slab_bytes: self.plan.slab_bytes(),
+            memory_limit_bytes: self.memory_limit(),
+            planned_seconds: self.seconds,
+            seconds,
+            tokens: (rows * recipe.seq) as f64,
+            loss,
+        }
+    }
+}
+
+/// Weights of the checkpoint, or random ones.
+fn fill(
+    plan: &TrainPlan,
+    model: &ModelSource,
+    device: &mut dyn Device,
+    seed: u64,
+) -> Result<(), Stop> {
+    let (program, layout, arch) = (&plan.train, &plan.train_layout, &model.arch);
+    init_state(device, program, layout, arch)?;
+    match &model.checkpoint {
+        Some(checkpoint) => load_weights(device, program, layout, arch, checkpoint)?,
+        None => init_weights(device, program, layout, arch, seed)?,
+    }
+    if let Some(lora) = &plan.recipe.lora {
+        init_adapter(device, program, layout, arch, lora, seed)?;
+    }
+    Ok(())
+}
+
+/// The slowest rank's figures, the most memory of any, and lists over all.
+fn json_of_ranks(ranks: &[Measured]) -> Value {
+    let list = |f: &dyn Fn(&Measured) -> Value| ranks.iter().map(f).collect::<Vec<Value>>();
+    let slowest = ranks.iter().max_by(|a, b| a.median().total_cmp(&b.median()));
+    let mut value = slowest.map_or(Value::Null, Measured::json);
+    if let Value::Object(fields) = &mut value {
+        let most = ranks.iter().map(|m| m.measured_bytes).max();
+        fields.insert("measured_bytes".into(), most.into());
+        fields.insert("ranks".into(), ranks.len().into());
+        fields.insert("rank_planned_bytes".into(), list(&|m| m.planned_bytes.into()).into());
+        fields.insert("rank_measured_bytes".into(), list(&|m| m.measured_bytes.into()).into());
+        fields.insert("rank_seconds".into(), list(&|m| m.median().into()).into());
+    }
+    value
 }
 
 impl Ready {
@@ -195,29 +309,18 @@ impl Ready {
     pub fn measure(&mut self, args: &PointArgs) -> Result<Measured, Stop> {
         let PlannedPoint { plan, rows, .. } = &self.point;
         let mut session = Session { plan, device: &mut *self.device };
-        let (loss, seconds) = steps(&mut session, &**rows, args)?;
+        let (loss, seconds) = steps(&mut session, rows, args)?;
         let taken = self.device.taken_bytes()?;
         let measured_bytes = match taken {
             Some(taken) => taken.total,
             None => self.growth.most()?,
         };
-        let recipe = &plan.recipe;
-        Ok(Measured {
-            planned_bytes: self.point.bytes(),
-            measured_bytes,
-            overhead_bytes: taken.map(|t| t.overhead),
-            lower_bound_bytes: plan.train_layout.lower_bound,
-            slab_bytes: plan.slab_bytes(),
-            memory_limit_bytes: self.point.memory_limit(),
-            planned_seconds: self.point.seconds,
-            seconds,
-            tokens: (recipe.batch * recipe.seq * recipe.accumulate) as f64,
-            loss,
-        })
+        Ok(self.point.measured(measured_bytes, taken, loss, seconds))
     }
 }
 
 /// Batches of random tokens in which every row is one document.
+#[derive(Clone)]
 struct FullRows {
     batch: usize,
     seq: usize,
@@ -277,11 +380,13 @@ fn steps(
     args: &PointArgs,
 ) -> Result<(f32, Vec<f64>), Stop> {
     let accumulate = session.plan.recipe.accumulate as u64;
+    let (rank, ranks) = (session.rank() as u64, session.ranks() as u64);
     let mut times = Vec::with_capacity(args.iterations.max(1));
     let mut loss = f32::NAN;
     for step in 0..(args.warmup + args.iterations.max(1)) as u64 {
-        let first = step * accumulate;
-        let batches: Vec<_> = (first..first + accumulate).map(|n| rows.batch(n)).collect();
+        let first = step * accumulate * ranks;
+        let batches: Vec<_> =
+            (0..accumulate).map(|n| rows.batch(first + n * ranks + rank)).collect();
         let micro: Vec<_> = batches.iter().map(MicroBatch::from).collect();
         let started = Instant::now();
         loss = session.train(&micro, 1e-4, step + 1, args.seed)?.loss;

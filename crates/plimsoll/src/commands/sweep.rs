@@ -184,7 +184,13 @@ fn settings(args: &SweepArgs) -> Value {
         "optimizer_in_backward": r.optimizer_in_backward,
         "max_grad_norm": r.max_grad_norm,
         "loss_rows": r.loss_rows,
+        "offload": r.offload.offload(),
     });
+    if r.gpus > 1 {
+        settings["gpus"] = r.gpus.into();
+        settings["zero"] = r.zero.into();
+        settings["reduce_dtype"] = json!(r.reduce_dtype.map(|p| format!("{p:?}").to_lowercase()));
+    }
     if r.method != MethodArg::Full {
         settings["lora"] = json!({
             "rank": r.lora.lora_rank,

@@ -23,6 +23,7 @@ use crate::exit::{Outcome, Stop};
 use crate::measuring::Growth;
 use crate::model_source::{ModelSource, open_model};
 use crate::planning::Planner;
+use crate::ranks::Team;
 use crate::recipe_args::{MethodArg, RecipeArgs};
 use crate::{Format, interrupt, output, units};
 
@@ -91,58 +92,82 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let (format, _) = args.data.formats()?;
     check(args)?;
     let model = open_model(&args.model)?;
+    // Before signals ask for an orderly end: who waits for the others can just end.
+    let mut team = Team::open(args.recipe.gpus)?;
     let stop = interrupt::flag();
     let kind = DeviceArg::resolve(args.device);
     let stored = model.stored_quant();
     let mut recipe = args.recipe.recipe(&model.arch, stored, kind.default_precision())?;
-    let planner = Planner::device(kind, args.memory_limit)?;
+    recipe.sharding.ranks = team.ranks();
+    recipe.check(&model.arch).map_err(Stop::input)?;
+    let planner =
+        Planner::device(kind, args.memory_limit)?.for_ranks(team.ranks(), team.nodes(), None);
     if args.recipe.recompute_is_auto() {
         recipe = planner.with_least_recompute(&model.arch, &recipe)?;
         note!("recompute: {}", recipe.recompute);
     }
     let planned = planner.plan(&model.arch, &recipe)?;
     planned.must_fit(&planner, &model.arch, &recipe)?;
+    kind.host_must_fit(planned.slabs(), args.recipe.host_memory)?;
 
     note!("tokenizer: {}", model.tokenizer_from);
     note!("chat template: {}", model.template.reason);
     let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?;
     let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
-    let options = options(args, &rows, recipe.accumulate as u64, &model)?;
-    let (old, _lock) = prepare_folder(args)?;
+    let micro_batches = (recipe.accumulate * team.ranks()) as u64;
+    let options = options(args, &rows, micro_batches, &model)?;
+    let mut lock = None;
+    let old = team.lead(|| {
+        let (old, held) = prepare_folder(args)?;
+        lock = Some(held);
+        Ok(old.map_or(String::new(), |path| path.display().to_string()))
+    })?;
+    let old = (!old.is_empty()).then(|| PathBuf::from(old));
     output::note(format_args!("{}", table(&planned.report)));
 
+    let planned_bytes = kind.slab_bytes(plan.slabs());
     let growth = Growth::start()?;
-    let mut device = kind.reserve(plan.slab_bytes())?;
     let fingerprint = fingerprint(args, &model, &recipe, &rows, &options);
-    let state = fill(args, &model, &plan, &mut *device, old.as_ref(), &fingerprint)?;
-    let mut session = Session { plan: &plan, device: &mut *device };
-    let mut progress = Progress::new(options.total_steps, state.step, plan.slab_bytes());
-    let summary = run_loop(
-        &mut session,
-        &rows.train,
-        rows.validation.as_ref().map(|v| v as &dyn Batches),
-        &options,
-        state,
-        stop,
-        &mut |event| progress.show(event),
-    );
-    progress.finish();
-    let summary = summary.map_err(|e| match e {
-        RunError::Diverged { .. } => Stop::Failed(e.to_string()),
-        RunError::Checkpoint(CheckpointError::NotFinite { .. }) => Stop::Failed(e.to_string()),
-        RunError::Device(e) => e.into(),
-        other => Stop::input(other),
+    let (local, leads) = (team.local(), team.leads());
+    let inputs = vec![(rows.train, rows.validation); local];
+    let results = team.run(inputs, |member, (train, validation)| {
+        let rank = member.rank;
+        let mut device = kind.reserve_in(plan.slabs(), member)?;
+        let state = fill(args, &model, &plan, &mut *device, old.as_ref(), &fingerprint)?;
+        let mut session = Session { plan: &plan, device: &mut *device };
+        let (total, first) = (options.total_steps, state.step);
+        let mut progress = (rank == 0).then(|| Progress::new(total, first, planned_bytes));
+        let summary = run_loop(
+            &mut session,
+            &train,
+            validation.as_ref().map(|v| v as &dyn Batches),
+            &options,
+            state,
+            stop,
+            &mut |event| progress.iter_mut().for_each(|p| p.show(&event)),
+        );
+        progress.iter().for_each(Progress::finish);
+        Ok((summary.map_err(of_run)?, device.taken_bytes()?))
     })?;
-    let measured = match device.taken_bytes()? {
-        Some(taken) => taken.total,
-        None => growth.most()?,
+    let Some((summary, taken)) = results.into_iter().next() else {
+        return Err(Stop::Failed("there is no rank in this process".into()));
     };
+    let measured = match taken {
+        Some(taken) => taken.total,
+        // The kernel counts all ranks of a process together.
+        None => growth.most()? / local as u64,
+    };
+    drop(lock);
+    if !leads {
+        return Ok(());
+    }
     match format {
         Format::Json => {
             let mut value =
                 serde_json::to_value(&summary).map_err(|e| Stop::Failed(e.to_string()))?;
             if let Value::Object(fields) = &mut value {
-                fields.insert("planned_bytes".into(), plan.slab_bytes().into());
+                fields.insert("planned_bytes".into(), planned_bytes.into());
+                fields.insert("host_bytes".into(), plan.slabs().host.into());
                 fields.insert("measured_bytes".into(), measured.into());
                 fields.insert("out".into(), args.out.display().to_string().into());
             }
@@ -155,7 +180,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
                 units::seconds(summary.seconds),
                 summary.loss,
                 summary.tokens_per_second,
-                units::bytes(plan.slab_bytes()),
+                units::bytes(planned_bytes),
                 units::bytes(measured)
             );
             if let (Some(best), Some(step)) = (summary.best_validation_loss, summary.best_step) {
@@ -177,6 +202,15 @@ pub fn run(args: &TrainArgs) -> Outcome {
         }
     }
     Ok(())
+}
+
+fn of_run(error: RunError) -> Stop {
+    match error {
+        RunError::Diverged { .. } => Stop::Failed(error.to_string()),
+        RunError::Checkpoint(CheckpointError::NotFinite { .. }) => Stop::Failed(error.to_string()),
+        RunError::Checkpoint(CheckpointError::Device(e)) | RunError::Device(e) => e.into(),
+        other => Stop::input(other),
+    }
 }
 
 /// Refuses options that need neither model nor data to be seen as wrong.
@@ -246,11 +280,11 @@ fn prepare_folder(args: &TrainArgs) -> Result<(Option<PathBuf>, File), Stop> {
 fn options(
     args: &TrainArgs,
     rows: &Rows,
-    accumulate: u64,
+    micro_batches: u64,
     model: &ModelSource,
 ) -> Result<RunOptions, Stop> {
-    let epoch_steps = rows.train.per_epoch().div_ceil(accumulate).max(1);
-    let by_epochs = (rows.train.per_epoch() as f64 * args.epochs / accumulate as f64).ceil();
+    let epoch_steps = rows.train.per_epoch().div_ceil(micro_batches).max(1);
+    let by_epochs = (rows.train.per_epoch() as f64 * args.epochs / micro_batches as f64).ceil();
     let total_steps = args.steps.unwrap_or(by_epochs as u64).max(1);
     let warmup = if args.warmup >= 1.0 {
         Warmup::Steps(args.warmup as u64)
@@ -294,7 +328,9 @@ fn fill(
         }
     }
     if let Some(path) = checkpoint {
-        note!("resuming from {}", path.display());
+        if device.rank() == 0 {
+            note!("resuming from {}", path.display());
+        }
         let mut session = Session { plan, device };
         let mut state = session.load_checkpoint(path, fingerprint).map_err(Stop::input)?;
         let history = state.early_stop.with_settings(args.patience, args.min_delta);
@@ -342,7 +378,8 @@ fn fingerprint(
         "batch": r.batch,
         "seq": packed.seq_len,
         "rows": packed.rows(),
-        "accumulate": r.accumulate,
+        // A step of two ranks is one of one rank with twice the micro-batches.
+        "accumulate": recipe.accumulate * recipe.sharding.ranks,
         "precision": r.precision.map(|p| format!("{p:?}")),
         "optimizer": format!("{:?}", r.optimizer),
         "optimizer_dtype": format!("{:?}", r.optimizer_dtype),
@@ -392,8 +429,8 @@ impl Progress {
         Progress { bar, total, last_line: None, planned }
     }
 
-    fn show(&mut self, event: Event) {
-        match event {
+    fn show(&mut self, event: &Event) {
+        match *event {
             Event::Step(m) => self.step(m),
             Event::Validation { step, loss, improved } => {
                 let word = if improved { ", the best so far" } else { "" };

@@ -231,8 +231,8 @@ fn backward_attention(
         b.op(OpKind::HeadNormBackward {
             d_qkv,
             qkv_raw: raw.qkv_raw,
-            q_weight: q.value,
-            k_weight: k.value,
+            q_weight: b.value(q),
+            k_weight: b.value(k),
             rstd: raw.rstd,
             d_q_weight: b.gradient(q),
             d_k_weight: b.gradient(k),
@@ -309,8 +309,8 @@ fn head_norm(b: &mut Builder, layer: &Layer, projected: TensorId) -> (Option<Raw
     let rstd = b.statistic(format!("layers.{l}.attn.head_rstd"), shape.heads + shape.kv_heads);
     b.op(OpKind::HeadNorm {
         qkv_raw: projected,
-        q_weight: q.value,
-        k_weight: k.value,
+        q_weight: b.value(q),
+        k_weight: b.value(k),
         qkv,
         rstd,
         shape,
@@ -347,7 +347,7 @@ fn norm(b: &mut Builder, name: String, x: TensorId, weight: Param) -> Normed {
     let out = b.activation(format!("{name}.out"), b.arch.hidden_size);
     let rstd = b.statistic(format!("{name}.rstd"), 1);
     let eps = b.arch.rms_norm_eps as f32;
-    b.op(OpKind::RmsNorm { x, weight: weight.value, out, rstd, eps });
+    b.op(OpKind::RmsNorm { x, weight: b.value(weight), out, rstd, eps });
     Normed { out, rstd }
 }
 
@@ -371,7 +371,7 @@ pub(super) fn norm_backward(
     b.op(OpKind::RmsNormBackward {
         d_out,
         x,
-        weight: weight.value,
+        weight: b.value(weight),
         rstd,
         d_x,
         overwrite,

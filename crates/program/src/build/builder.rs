@@ -1,12 +1,15 @@
 //! The pen that programs are written with: it makes tensors and appends ops.
 
+use std::collections::HashMap;
+
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_quant::{MIN_8BIT_ELEMENTS, STATE_BLOCK};
 
 use crate::{
-    AttentionShape, Class, Home, NESTED_BLOCK, Nested, Op, OpKind, Optimizer, PRODUCTS, Phase,
-    Program, QUANT_BLOCK, Quant, QuantizedMatrix, QuantizedPart, Recipe, Section, StepScalars,
-    Target, Tensor, TensorId, View, WeightPart, quantized_name, weight_parts,
+    AttentionShape, Class, Home, Method, NESTED_BLOCK, Nested, Op, OpKind, Optimizer, PRODUCTS,
+    Phase, Program, QUANT_BLOCK, Quant, QuantizedMatrix, QuantizedPart, Recipe, Section, Shard,
+    Sharding, StepScalars, Target, Tensor, TensorId, View, WeightPart, quantized_name,
+    weight_parts,
 };
 
 /// A tensor that can be trained.
@@ -83,7 +86,10 @@ pub(super) struct Inputs {
 
 /// Gradient and optimizer state of one parameter.
 pub(super) struct Training {
+    /// What backward writes.
     pub gradient: TensorId,
+    /// What the update reads: the same, or this rank's part of its sum over all ranks.
+    pub reduced: TensorId,
     /// Moments of AdamW, with their scales where they are in eight bits; or the
     /// velocity of gradient descent.
     pub state: Vec<TensorId>,
@@ -100,8 +106,10 @@ pub(super) struct Builder<'a> {
     /// T of this program's activations.
     pub seq: usize,
     pub inputs: Inputs,
+    /// Gathered weights, by the parts that they are gathered from.
+    pub(super) gathered: HashMap<TensorId, TensorId>,
     /// Gradient and optimizer state by parameter; none for a frozen one.
-    training: Vec<Option<Training>>,
+    pub(super) training: Vec<Option<Training>>,
     params: usize,
     pub loss: TensorId,      // (1)
     pub grad_norm: TensorId, // (2)
@@ -123,6 +131,7 @@ impl<'a> Builder<'a> {
                 dtype,
                 class: Class::Input,
                 home: Home::Device,
+                shard: Shard::Whole,
                 resident: true,
             });
             TensorId::new(program.tensors.len() - 1)
@@ -149,6 +158,7 @@ impl<'a> Builder<'a> {
             accumulate: false,
             seq,
             inputs,
+            gathered: HashMap::new(),
             training: Vec::new(),
             params: 0,
             loss,
@@ -173,12 +183,25 @@ impl<'a> Builder<'a> {
     }
 
     fn tensor(&mut self, name: String, shape: &[usize], dtype: DType, class: Class) -> TensorId {
+        self.divided(name, shape, dtype, class, Shard::Whole)
+    }
+
+    /// A tensor that is divided over the ranks.
+    pub fn divided(
+        &mut self,
+        name: String,
+        shape: &[usize],
+        dtype: DType,
+        class: Class,
+        shard: Shard,
+    ) -> TensorId {
         self.program.tensors.push(Tensor {
             name,
             shape: shape.to_vec(),
             dtype,
             class,
             home: Home::Device,
+            shard,
             resident: false,
         });
         TensorId::new(self.program.tensors.len() - 1)
@@ -209,9 +232,28 @@ impl<'a> Builder<'a> {
         dtype: DType,
         class: Class,
     ) -> TensorId {
-        let id = self.tensor(name, shape, dtype, class);
+        self.resident_divided(name, shape, dtype, class, Shard::Whole)
+    }
+
+    fn resident_divided(
+        &mut self,
+        name: String,
+        shape: &[usize],
+        dtype: DType,
+        class: Class,
+        shard: Shard,
+    ) -> TensorId {
+        let id = self.divided(name, shape, dtype, class, shard);
         self.program.tensors[id.index()].resident = true;
         id
+    }
+
+    pub fn shard(&self, tensor: TensorId) -> Shard {
+        self.program.tensor(tensor).shard
+    }
+
+    pub fn dtype(&self, tensor: TensorId) -> DType {
+        self.program.tensor(tensor).dtype
     }
 
     /// A whole tensor as a matrix.
@@ -258,28 +300,33 @@ impl<'a> Builder<'a> {
         let mut params: Vec<Param> = Vec::with_capacity(self.params);
         model.for_each(|p| params.push(p));
         for param in params {
-            if !self.is_trained(&model, param) {
+            if !self.is_trained(self.name(param.value)) {
                 self.training.push(None);
                 continue;
             }
             let shape = self.shape(param.value);
             let name = self.name(param.value).to_owned();
-            let gradient =
-                self.tensor(format!("d_{name}"), &shape, self.recipe.precision, Class::Gradient);
+            let Sharding { ranks, zero, .. } = self.recipe.sharding;
+            let part = self.recipe.sharding.part(&shape);
+            let (name_of, shard) = match part {
+                None => (format!("d_{name}"), Shard::Whole),
+                Some(part) if zero == 1 => (format!("d_{name}"), Shard::Padded { ranks, part }),
+                Some(part) => (format!("d_{name}.part"), Shard::Part { ranks, part }),
+            };
+            let dtype = self.recipe.precision;
+            let reduced = self.divided(name_of, &shape, dtype, Class::Gradient, shard);
             let state = self.optimizer_state(&name, &shape);
-            self.training.push(Some(Training { gradient, state }));
+            self.training.push(Some(Training { gradient: reduced, reduced, state }));
         }
         model
     }
 
-    fn is_trained(&self, model: &Model, param: Param) -> bool {
+    fn is_trained(&self, name: &str) -> bool {
         let Some(lora) = self.recipe.lora.as_ref() else { return true };
-        let head = model.lm_head.as_ref().and_then(Linear::param);
-        let name = self.name(param.value);
         name.ends_with(".lora_a")
             || name.ends_with(".lora_b")
-            || (lora.save_embed_tokens && param.index == model.embed_tokens.index)
-            || (lora.save_lm_head && head.is_some_and(|h| h.index == param.index))
+            || (lora.save_embed_tokens && name == "embed_tokens")
+            || (lora.save_lm_head && name == "lm_head")
     }
 
     /// Whether a parameter has a gradient.
@@ -302,9 +349,9 @@ impl<'a> Builder<'a> {
         self.training(param).map(|t| t.gradient)
     }
 
-    /// Gradients of everything that is trained.
+    /// Gradients of everything that is trained, as the update reads them.
     pub fn gradients(&self) -> Vec<TensorId> {
-        self.training.iter().flatten().map(|t| t.gradient).collect()
+        self.training.iter().flatten().map(|t| t.reduced).collect()
     }
 
     /// Elements of the smallest tensor of a checkpoint that lies in a parameter:
@@ -336,8 +383,17 @@ impl<'a> Builder<'a> {
         };
         let class = Class::OptimizerState;
         let mut state = Vec::with_capacity(tensors.len());
+        let part = self.recipe.sharding.part(shape);
+        let ranks = self.recipe.sharding.ranks;
         for (kind, shape, dtype) in tensors {
-            state.push(self.resident(format!("{kind}.{name}"), shape, dtype, class));
+            // Parts are whole blocks of 8-bit state.
+            let of_blocks = if kind.ends_with("absmax") { STATE_BLOCK } else { 1 };
+            let shard = match part {
+                Some(part) => Shard::Part { ranks, part: part / of_blocks },
+                None => Shard::Whole,
+            };
+            let name = format!("{kind}.{name}");
+            state.push(self.resident_divided(name, shape, dtype, class, shard));
         }
         state
     }
@@ -374,7 +430,16 @@ impl<'a> Builder<'a> {
     }
 
     fn param_of_shape(&mut self, name: String, shape: &[usize]) -> Param {
-        let value = self.resident(name, shape, self.recipe.precision, Class::Weight);
+        let Sharding { ranks, zero, .. } = self.recipe.sharding;
+        let trained = self.recipe.method != Method::Infer && self.is_trained(&name);
+        let shard = match self.recipe.sharding.part(shape) {
+            Some(part) if zero == 3 => Shard::Part { ranks, part },
+            // Gathered in place after every update.
+            Some(part) if trained => Shard::Padded { ranks, part },
+            _ => Shard::Whole,
+        };
+        let dtype = self.recipe.precision;
+        let value = self.resident_divided(name, shape, dtype, Class::Weight, shard);
         self.params += 1;
         Param { value, index: self.params - 1 }
     }
@@ -398,10 +463,17 @@ impl<'a> Builder<'a> {
             let module = quantized_name(&part);
             let module = module.rsplit('.').next().unwrap_or(&module);
             let blocks = (part_rows * part_cols).div_ceil(QUANT_BLOCK);
+            let bytes = (part_rows * part_cols).div_ceil(2);
+            let Sharding { ranks, zero, .. } = self.recipe.sharding;
+            let shard = match self.recipe.sharding.part(&[bytes, 1]) {
+                Some(part) if zero == 3 => Shard::Part { ranks, part },
+                _ => Shard::Whole,
+            };
+            let codes = format!("{name}.{module}.codes");
+            let codes = self.resident_divided(codes, &[bytes], DType::U8, Class::Weight, shard);
             let mut make = |kind: &str, n: usize, dtype: DType| {
                 self.resident(format!("{name}.{module}.{kind}"), &[n], dtype, Class::Weight)
             };
-            let codes = make("codes", (part_rows * part_cols).div_ceil(2), DType::U8);
             let absmax = make("absmax", blocks, if quant.double { DType::U8 } else { DType::F32 });
             let nested = quant.double.then(|| Nested {
                 absmax: make("nested_absmax", blocks.div_ceil(NESTED_BLOCK), DType::F32),
@@ -444,7 +516,7 @@ impl Linear {
         }
     }
 
-    fn for_each(&self, f: &mut impl FnMut(Param)) {
+    pub fn for_each(&self, f: &mut impl FnMut(Param)) {
         self.param().map(&mut *f);
         if let Some(adapters) = &self.adapters {
             f(adapters.a);
@@ -475,20 +547,27 @@ fn param_shape(arch: &Architecture, name: &str) -> Vec<usize> {
     shape
 }
 
+impl Layer {
+    /// Every parameter once, in the order of the forward pass.
+    pub fn for_each(&self, f: &mut impl FnMut(Param)) {
+        f(self.input_norm);
+        self.qkv.for_each(f);
+        self.qkv_bias.map(&mut *f);
+        self.q_norm.map(&mut *f);
+        self.k_norm.map(&mut *f);
+        self.o.for_each(f);
+        f(self.post_norm);
+        self.gate_up.for_each(f);
+        self.down.for_each(f);
+    }
+}
+
 impl Model {
     /// Every parameter once, in the order of the forward pass.
     pub fn for_each(&self, mut f: impl FnMut(Param)) {
         f(self.embed_tokens);
         for l in &self.layers {
-            f(l.input_norm);
-            l.qkv.for_each(&mut f);
-            l.qkv_bias.map(&mut f);
-            l.q_norm.map(&mut f);
-            l.k_norm.map(&mut f);
-            l.o.for_each(&mut f);
-            f(l.post_norm);
-            l.gate_up.for_each(&mut f);
-            l.down.for_each(&mut f);
+            l.for_each(&mut f);
         }
         f(self.norm);
         if let Some(head) = &self.lm_head {

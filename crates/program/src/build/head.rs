@@ -15,7 +15,8 @@ use crate::{OpKind, Phase, TensorId, View};
 /// x (B, T, C) = rows of the embedding.
 pub(super) fn embed(b: &mut Builder, model: &Model) -> TensorId {
     let out = b.activation("embed".to_owned(), b.arch.hidden_size);
-    b.op(OpKind::Embed { ids: b.inputs.ids, table: model.embed_tokens.value, out });
+    let table = b.value(model.embed_tokens);
+    b.op(OpKind::Embed { ids: b.inputs.ids, table, out });
     out
 }
 
@@ -23,7 +24,7 @@ pub(super) fn embed_backward(b: &mut Builder, model: &Model, d_x: TensorId) {
     let param = model.embed_tokens;
     let Some(d_table) = b.gradient(param) else { return };
     // A tied head has written its share already.
-    let accumulate = b.accumulate || model.lm_head.is_none();
+    let accumulate = b.accumulates(param) || model.lm_head.is_none();
     b.op(OpKind::EmbedBackward { ids: b.inputs.ids, d_x, d_table, accumulate });
     gradient_complete(b, param);
 }
@@ -34,19 +35,19 @@ pub(super) fn loss_and_gradient(b: &mut Builder, model: &Model, x: TensorId) -> 
     let (normed, rstd) = final_norm(b, x, model.norm);
     let losses = b.statistic("losses".to_owned(), 1); // (B, T)
     let head = head(b, model); // (V, C)
-    let d_head = head_param(model).and_then(|p| b.gradient(p));
+    let d_head = head_param(model).and_then(|p| Some((b.gradient(p)?, b.accumulates(p))));
     for (row, rows) in chunks(b.rows(), loss_rows(b)) {
         let hidden = b.view(normed).rows_at(row, rows); // (rows, C)
         let logits = chunk_logits(b, head, normed, row, rows); // (rows, V)
         cross_entropy(b, logits, losses, row, true);
         let d_logits = b.view(logits);
         b.phase = Phase::Backward;
-        if let Some(d_head) = d_head {
+        if let Some((d_head, accumulate)) = d_head {
             b.op(OpKind::LinearBackwardWeight {
                 d_y: d_logits,
                 x: hidden,
                 d_w: b.view(d_head),
-                accumulate: b.accumulate || row > 0,
+                accumulate: accumulate || row > 0,
             });
         }
         // These rows of the norm's output were read for the last time just now:
@@ -103,7 +104,7 @@ pub(super) fn last_logits(b: &mut Builder, model: &Model, x: TensorId) {
     let rstd = b.matrix("norm.rstd".to_owned(), rows, 1, DType::F32);
     let eps = b.arch.rms_norm_eps as f32;
     // (B, 1, C) and (B, C) are the same rows.
-    b.op(OpKind::RmsNorm { x, weight: model.norm.value, out, rstd, eps });
+    b.op(OpKind::RmsNorm { x, weight: b.value(model.norm), out, rstd, eps });
     let logits = logits_of(b, model, out, rows);
     let next = b.resident("next".to_owned(), &[rows], DType::I32, crate::Class::Activation);
     b.op(OpKind::Argmax { x: logits, out: next });
@@ -116,7 +117,7 @@ fn logits_of(b: &mut Builder, model: &Model, normed: TensorId, rows: usize) -> T
     match &model.lm_head {
         Some(linear) => product(b, x, linear, None, None, y),
         None => {
-            let w = b.view(model.embed_tokens.value);
+            let w = b.view(b.value(model.embed_tokens));
             b.op(OpKind::Linear { x, w, bias: None, add: None, y, scale: 1.0 });
         }
     }
@@ -127,7 +128,7 @@ fn logits_of(b: &mut Builder, model: &Model, normed: TensorId, rows: usize) -> T
 fn head(b: &mut Builder, model: &Model) -> View {
     match &model.lm_head {
         Some(linear) => dense(b, linear),
-        None => b.view(model.embed_tokens.value),
+        None => b.view(b.value(model.embed_tokens)),
     }
 }
 

@@ -30,13 +30,13 @@ pub(super) fn linear(
     let low = low.unwrap_or_else(|| {
         let low = b.activation(format!("{}.low", linear.name), adapters.b.len() * rank);
         let dropped = dropped(b, x, linear, adapters.a);
-        let (x, w, y) = (b.view(dropped), b.view(adapters.a.value), b.view(low));
+        let (x, w, y) = (b.view(dropped), b.view(b.value(adapters.a)), b.view(low));
         b.op(OpKind::Linear { x, w, bias: None, add: None, y, scale });
         low
     });
     for (n, output) in adapters.b.iter().enumerate() {
         let x = b.view(low).cols_at(n * rank, rank);
-        let w = b.view(output.b.value);
+        let w = b.view(b.value(output.b));
         let y = yv.cols_at(output.col, output.cols);
         b.op(OpKind::Linear { x, w, bias: None, add: Some(y), y, scale: 1.0 });
     }
@@ -55,8 +55,8 @@ pub(super) fn linear_backward(
     d_x: Option<TensorId>,
 ) {
     // Before the input's gradient, which may take the memory of x.
-    if let Some(d_w) = linear.param().and_then(|p| b.gradient(p)) {
-        weight_gradient(b, b.view(d_y), b.view(x), b.view(d_w));
+    if let Some(param) = linear.param() {
+        weight_gradient(b, b.view(d_y), b.view(x), param);
     }
     let d_low = adapter_gradients(b, d_y, x, linear, low);
     if let Some(d_x) = d_x {
@@ -64,7 +64,7 @@ pub(super) fn linear_backward(
         b.op(OpKind::LinearBackwardInput { d_y, w, d_x, accumulate: false, scale: 1.0 });
     }
     if let (Some(d_low), Some(d_x), Some(adapters)) = (d_low, d_x, &linear.adapters) {
-        let a = b.view(adapters.a.value);
+        let a = b.view(b.value(adapters.a));
         let probability = b.recipe.lora.as_ref().map_or(0.0, |l| l.dropout);
         if probability > 0.0 {
             let d_dropped = b.activation(format!("{}.d_dropped", linear.name), a.cols);
@@ -92,25 +92,26 @@ fn adapter_gradients(
     low: Option<TensorId>,
 ) -> Option<TensorId> {
     let (adapters, low) = (linear.adapters.as_ref()?, low?);
-    let d_a = b.gradient(adapters.a)?;
+    b.gradient(adapters.a)?;
     let lora = b.recipe.lora.as_ref().expect("adapters come from a recipe");
     let (rank, scale) = (lora.rank, lora.scale());
     let d_low = b.activation(format!("{}.d_low", linear.name), adapters.b.len() * rank);
     for (n, output) in adapters.b.iter().enumerate() {
         let d_y = b.view(d_y).cols_at(output.col, output.cols);
-        if let Some(d_b) = b.gradient(output.b) {
-            weight_gradient(b, d_y, b.view(low).cols_at(n * rank, rank), b.view(d_b));
-        }
+        weight_gradient(b, d_y, b.view(low).cols_at(n * rank, rank), output.b);
         let d_low = b.view(d_low).cols_at(n * rank, rank);
-        input_gradient(b, d_y, b.view(output.b.value), d_low, false, scale);
+        input_gradient(b, d_y, b.view(b.value(output.b)), d_low, false, scale);
     }
     let dropped = dropped(b, x, linear, adapters.a);
-    weight_gradient(b, b.view(d_low), b.view(dropped), b.view(d_a));
+    weight_gradient(b, b.view(d_low), b.view(dropped), adapters.a);
     Some(d_low)
 }
 
-fn weight_gradient(b: &mut Builder, d_y: View, x: View, d_w: View) {
-    b.op(OpKind::LinearBackwardWeight { d_y, x, d_w, accumulate: b.accumulate });
+/// The gradient of a matrix, where it is trained.
+fn weight_gradient(b: &mut Builder, d_y: View, x: View, param: Param) {
+    let Some(d_w) = b.gradient(param) else { return };
+    let (d_w, accumulate) = (b.view(d_w), b.accumulates(param));
+    b.op(OpKind::LinearBackwardWeight { d_y, x, d_w, accumulate });
 }
 
 fn input_gradient(b: &mut Builder, d_y: View, w: View, d_x: View, accumulate: bool, scale: f32) {
@@ -126,9 +127,10 @@ pub(super) fn product(
     add: Option<View>,
     y: View,
 ) {
-    let bias = bias.map(|p| p.value);
+    let bias = bias.map(|p| b.value(p));
     if let (Weight::Quantized(w), true) = (&linear.weight, x.rows <= FEW_ROWS) {
-        b.op(OpKind::LinearQuantized { x, w: w.clone(), bias, add, y });
+        let w = b.quantized_value(w);
+        b.op(OpKind::LinearQuantized { x, w, bias, add, y });
         return;
     }
     let w = dense(b, linear);
@@ -138,11 +140,12 @@ pub(super) fn product(
 /// The matrix of a product (N, K), multiplied out where it is in four bits.
 pub(super) fn dense(b: &mut Builder, linear: &Linear) -> View {
     let value = match &linear.weight {
-        Weight::Dense(param) => param.value,
+        Weight::Dense(param) => b.value(*param),
         Weight::Quantized(w) => {
             let name = format!("{}.dequantized", linear.name);
             let out = b.matrix(name, w.rows, w.cols, b.recipe.precision);
-            b.op(OpKind::Dequantize { w: w.clone(), out });
+            let w = b.quantized_value(w);
+            b.op(OpKind::Dequantize { w, out });
             out
         }
     };

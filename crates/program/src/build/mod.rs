@@ -8,13 +8,16 @@ mod block;
 mod builder;
 mod head;
 mod linear;
+mod offload;
 mod optimizer;
+mod shard;
 
 use plimsoll_arch::Architecture;
 
-use crate::{Phase, Program, Recipe, RecipeError, Target, TensorId};
+use crate::{OpKind, Phase, Program, Recipe, RecipeError, Target, TensorId};
 use block::{backward_block, forward_block, infer_block};
 use builder::{Builder, Model};
+use shard::{Reduction, Unit, Units};
 
 /// Names of the sections of a training step.
 pub const FIRST_MICRO_BATCH: &str = "first micro-batch";
@@ -37,39 +40,79 @@ pub fn train(
     recipe.check(arch)?;
     let mut b = Builder::new(arch, recipe, recipe.seq, target);
     let model = b.model();
+    let units = Units::new(&b, &model);
     b.begin_section(FIRST_MICRO_BATCH, 1);
-    micro_batch(&mut b, &model, false);
+    micro_batch(&mut b, &model, &units, false);
     if recipe.accumulate > 1 {
         b.begin_section(OTHER_MICRO_BATCHES, recipe.accumulate - 1);
-        micro_batch(&mut b, &model, true);
+        micro_batch(&mut b, &model, &units, true);
     }
     b.begin_section(UPDATE, 1);
     if !recipe.optimizer_in_backward {
-        optimizer::update_all(&mut b, &model);
+        optimizer::update_all(&mut b, &model, &units);
     }
-    Ok(b.finish())
+    Ok(offload::offload(b.finish(), arch, recipe))
 }
 
 /// Forward and backward of one micro-batch.
-fn micro_batch(b: &mut Builder, model: &Model, accumulate: bool) {
+fn micro_batch(b: &mut Builder, model: &Model, units: &Units, accumulate: bool) {
     b.accumulate = accumulate;
     b.phase = Phase::Forward;
-    let mut x = head::embed(b, model); // (B, T, C)
+    b.begin_micro_batch();
+    let mut x = embed(b, model, units); // (B, T, C)
     let mut kept = Vec::with_capacity(model.layers.len());
+    let last = model.layers.len() - 1;
     for layer in &model.layers {
+        b.gather(units.layers.get(layer.index + 1).unwrap_or(&units.head));
         let (out, saved) = forward_block(b, layer, x);
+        // Backward begins with the last block.
+        if layer.index < last {
+            b.release(&units.layers[layer.index]);
+        }
         kept.push(saved);
         x = out;
     }
     let d_x = head::loss_and_gradient(b, model, x); // (B, T, C)
+    b.release(&units.head);
     b.phase = Phase::Backward;
     let embed = b.trains(model.embed_tokens);
+    let mut under_way = reduce(b, &units.head);
     for (layer, saved) in model.layers.iter().zip(kept).rev() {
+        if layer.index > 0 {
+            b.gather(&units.layers[layer.index - 1]);
+        }
         // Every block trains the same: below the first nothing but the embedding is.
         backward_block(b, layer, saved, d_x, embed || layer.index > 0);
+        let unit = &units.layers[layer.index];
+        b.release(unit);
+        finish(b, under_way);
+        under_way = reduce(b, unit);
     }
     if embed {
         head::embed_backward(b, model, d_x);
+    }
+    finish(b, under_way);
+    let last = reduce(b, &units.embed);
+    finish(b, last);
+}
+
+/// x (B, T, C), while the first block is gathered.
+fn embed(b: &mut Builder, model: &Model, units: &Units) -> TensorId {
+    b.gather(&units.embed);
+    b.gather(&units.layers[0]);
+    let x = head::embed(b, model);
+    b.release(&units.embed);
+    x
+}
+
+/// Sums the gradients of a unit over the ranks, where that is done in backward.
+fn reduce(b: &mut Builder, unit: &Unit) -> Option<Reduction> {
+    b.reduces_in_backward().then(|| b.reduce(unit))
+}
+
+fn finish(b: &mut Builder, reduction: Option<Reduction>) {
+    if let Some(reduction) = reduction {
+        b.finish_reduction(reduction);
     }
 }
 
@@ -83,7 +126,12 @@ pub fn evaluate(
     recipe: &Recipe,
     target: &dyn Target,
 ) -> Result<Program, RecipeError> {
-    forward_only(arch, recipe, target, "evaluate", head::loss)
+    forward_only(arch, recipe, target, "evaluate", |b, model, x| {
+        head::loss(b, model, x);
+        if b.recipe.sharding.ranks > 1 {
+            b.op(OpKind::AllReduce { tensors: vec![b.loss] });
+        }
+    })
 }
 
 /// All logits (B, T, V) of one batch, in the tensor `logits` (f32).
@@ -110,12 +158,15 @@ fn forward_only(
     let mut b = Builder::new(arch, recipe, recipe.seq, target);
     let model = b.model_frozen();
     b.begin_section(section, 1);
-    let mut x = head::embed(&mut b, &model); // (B, T, C)
+    let units = Units::new(&b, &model);
+    let mut x = embed(&mut b, &model, &units); // (B, T, C)
     for layer in &model.layers {
+        b.gather(units.layers.get(layer.index + 1).unwrap_or(&units.head));
         (x, _) = forward_block(&mut b, layer, x);
+        b.release(&units.layers[layer.index]);
     }
     head(&mut b, &model, x);
-    Ok(b.finish())
+    Ok(offload::offload(b.finish(), arch, recipe))
 }
 
 /// `tokens` new tokens of every sequence against a KV cache of `recipe.seq`

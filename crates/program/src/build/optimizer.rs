@@ -1,17 +1,26 @@
 //! Updates of the parameters: all at the end, or each inside backward.
 
 use super::builder::{Builder, Model, Param};
-use crate::{AdamW, AdamW8bit, Decay, OpKind, Optimizer, Phase};
+use super::shard::Units;
+use crate::{AdamW, AdamW8bit, Decay, OpKind, Optimizer, Phase, View};
 
 /// Clips by the global norm where the recipe says so, then updates everything.
-pub(super) fn update_all(b: &mut Builder, model: &Model) {
+pub(super) fn update_all(b: &mut Builder, model: &Model, units: &Units) {
     b.phase = Phase::Optimizer;
-    if b.recipe.max_grad_norm.is_some() {
-        let grads = b.gradients();
-        let (norm, max_norm) = (b.grad_norm, b.recipe.max_grad_norm);
-        b.op(OpKind::GradNorm { grads, norm, max_norm });
+    if !b.reduces_in_backward() {
+        for unit in units.all().rev() {
+            let reduction = b.reduce(unit);
+            b.finish_reduction(reduction);
+        }
     }
-    model.for_each(|param| update(b, param));
+    b.reduce_rest(model);
+    if b.recipe.max_grad_norm.is_some() {
+        b.grad_norm();
+    }
+    for unit in units.all() {
+        unit.params.iter().for_each(|param| update(b, *param));
+        b.gather_updated(unit);
+    }
 }
 
 /// Called where the last use of a parameter and of its gradient in backward is
@@ -28,9 +37,10 @@ fn update(b: &mut Builder, param: Param) {
     let decayed = b.recipe.decay == Decay::All || b.shape(param.value).len() > 1;
     let decay = |weight_decay: f32| if decayed { weight_decay } else { 0.0 };
     let Some(training) = b.training(param) else { return };
-    let (param, grad, stream) = (param.value, training.gradient, param.index as u32);
+    let (param, grad, stream) = (b.view(param.value), b.view(training.reduced), param.index as u32);
+    let state: Vec<View> = training.state.iter().map(|t| b.view(*t)).collect();
     let (step, norm) = (b.inputs.step, b.recipe.max_grad_norm.map(|_| b.grad_norm));
-    let kind = match (b.recipe.optimizer, &*training.state) {
+    let kind = match (b.recipe.optimizer, &*state) {
         (Optimizer::AdamW8bit(o), &[m, v, m_absmax, v_absmax]) => OpKind::AdamW8bit {
             param,
             grad,

@@ -170,7 +170,7 @@ fn floats(
     let (dtype, len) = (program.tensor(tensor).dtype, program.tensor(tensor).bytes() as usize);
     let mut out = Vec::new();
     device
-        .download(layout.offset(tensor), len, &mut |bytes| {
+        .download(program.tensor(tensor).home, layout.offset(tensor), len, &mut |bytes| {
             if dtype == DType::Bf16 {
                 out.extend(bytemuck::cast_slice::<u8, bf16>(bytes).iter().map(|x| x.to_f32()));
             } else {
@@ -190,7 +190,7 @@ fn read(device: &mut dyn Device, program: &Program, layout: &Layout, name: &str)
 fn write(device: &mut dyn Device, program: &Program, layout: &Layout, name: &str, data: &[i32]) {
     let tensor = program.find(name).unwrap();
     device
-        .upload(layout.offset(tensor), data.len() * 4, &mut |bytes| {
+        .upload(program.tensor(tensor).home, layout.offset(tensor), data.len() * 4, &mut |bytes| {
             bytes.copy_from_slice(bytemuck::cast_slice(data));
             Ok(())
         })
@@ -265,7 +265,7 @@ pub fn train(
     let mut device = filled(on, model, program, layout);
     let mut session = Session { plan: &plan, device: &mut *device };
     let micro = batch.micro(recipe.batch);
-    session.forward_backward(&micro, learning_rate, 1, 0).unwrap();
+    let trained_tokens = session.forward_backward(&micro, learning_rate, 1, 0).unwrap();
     let gradients = parts(session.device, program, layout, arch, "d_");
     let mut results = Vec::new();
     for step in 1..=steps {
@@ -273,6 +273,7 @@ pub fn train(
             session.update().unwrap();
             let norm = recipe.max_grad_norm.map(|_| "grad_norm");
             StepResult {
+                trained_tokens,
                 loss: read(session.device, program, layout, "loss")[0],
                 grad_norm: norm.map(|name| read(session.device, program, layout, name)[0]),
             }

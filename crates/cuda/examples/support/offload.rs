@@ -1,0 +1,131 @@
+//! Offload on the GPU: the bits of a run without it, whatever the lanes do at once.
+
+use plimsoll_arch::{Architecture, DType};
+use plimsoll_cuda::{CudaDevice, CudaTarget};
+use plimsoll_plan::Device;
+use plimsoll_program::{
+    AdamW, AdamW8bit, Class, Lane, Offload, Optimizer, Recipe, RecomputePlan, Sgd, TensorId, build,
+};
+
+use super::steps::{feed, models, recipe, scalars, small, start};
+use super::{Bench, Report};
+
+const STEPS: u64 = 4;
+
+/// A few milliseconds a step, and copies of megabytes: lanes really overlap.
+fn large() -> Architecture {
+    small("larger", |a| {
+        (a.hidden_size, a.intermediate_size, a.num_hidden_layers) = (1024, 2816, 8);
+        (a.num_attention_heads, a.num_key_value_heads) = (16, 8);
+        a.vocab_size = 8192;
+    })
+}
+
+fn recipes() -> Vec<(&'static str, Recipe)> {
+    let plain = recipe(DType::Bf16);
+    let block: RecomputePlan = "block".parse().expect("a level");
+    let inside = Recipe {
+        recompute: block,
+        optimizer_in_backward: true,
+        accumulate: 1,
+        max_grad_norm: None,
+        ..plain.clone()
+    };
+    let adamw = |state| Optimizer::AdamW(AdamW { state, ..AdamW::default() });
+    let sgd = Sgd { momentum: 0.9, weight_decay: 0.01, state: DType::Bf16 };
+    vec![
+        ("bf16 state", Recipe { optimizer: adamw(DType::Bf16), ..inside.clone() }),
+        ("f32 state", Recipe { optimizer: adamw(DType::F32), ..inside.clone() }),
+        (
+            "8-bit state",
+            Recipe { optimizer: Optimizer::AdamW8bit(AdamW8bit::default()), ..inside.clone() },
+        ),
+        ("momentum", Recipe { optimizer: Optimizer::Sgd(sgd), ..inside }),
+        ("accumulated and clipped", Recipe { optimizer: adamw(DType::Bf16), ..plain }),
+    ]
+}
+
+struct Run {
+    bench: Bench<CudaDevice>,
+    /// Losses, weights and state, as bits.
+    losses: Vec<u32>,
+}
+
+impl Run {
+    fn new(arch: &Architecture, recipe: &Recipe) -> Run {
+        let program = build::train(arch, recipe, &CudaTarget).expect("a recipe");
+        let mut bench =
+            Bench::new(program, |b| CudaDevice::new(b, 0).unwrap_or_else(|e| panic!("{e}")));
+        start(&mut bench, arch);
+        let mut losses = Vec::new();
+        for step in 0..STEPS {
+            let tensor = bench.find("step");
+            bench.write(tensor, &scalars(step));
+            for micro in 0..recipe.accumulate {
+                feed(&mut bench, arch, 10 * step + micro as u64 + 1);
+                bench.run(micro.min(1));
+            }
+            let last = bench.program.sections.len() - 1;
+            bench.run(last);
+            let loss = bench.find("loss");
+            losses.push(bench.read(loss)[0].to_bits());
+        }
+        Run { bench, losses }
+    }
+
+    /// The first tensor whose bits are not those of another run.
+    fn difference(&mut self, other: &mut Run) -> Option<String> {
+        if self.losses != other.losses {
+            return Some(format!("losses {:x?} and {:x?}", self.losses, other.losses));
+        }
+        let tensors = &self.bench.program.tensors;
+        let kept = |class| matches!(class, Class::Weight | Class::OptimizerState);
+        let ids: Vec<usize> = (0..tensors.len()).filter(|n| kept(tensors[*n].class)).collect();
+        for id in ids.into_iter().map(TensorId::new) {
+            let name = self.bench.program.tensor(id).name.clone();
+            let class = self.bench.program.tensor(id).class;
+            let others = &other.bench.program.tensors;
+            let twin = others.iter().position(|t| t.name == name && t.class == class)?;
+            let (a, b) = (self.bench.read(id), other.bench.read(TensorId::new(twin)));
+            if a.iter().zip(&b).any(|(a, b)| a.to_bits() != b.to_bits()) {
+                return Some(name);
+            }
+        }
+        None
+    }
+}
+
+pub fn check(report: &mut Report) {
+    let mut archs = models();
+    archs.push(large());
+    for arch in archs {
+        for (name, plain) in recipes() {
+            let mut without = Run::new(&arch, &plain);
+            for offload in
+                [Offload::Optimizer, Offload::OptimizerWeights, Offload::OptimizerActivations]
+            {
+                let what = format!("{}: {name}, offload {}", arch.name, offload.name());
+                let mut with = Run::new(&arch, &Recipe { offload, ..plain.clone() });
+                let difference = with.difference(&mut without);
+                println!("{what}: {}", difference.as_deref().unwrap_or("same bits"));
+                report.holds(&format!("{what} has the bits of none"), difference.is_none());
+                memory(report, &what, &mut with.bench);
+            }
+        }
+    }
+}
+
+/// Nothing is taken that was not planned, on either side.
+fn memory(report: &mut Report, what: &str, bench: &mut Bench<CudaDevice>) {
+    let taken = bench.device.taken_bytes().ok().flatten().expect("a driver counts");
+    bench.run(0);
+    bench.device.synchronize().expect("runs");
+    let later = bench.device.taken_bytes().ok().flatten().expect("a driver counts");
+    report.holds(&format!("{what}: nothing is taken after the first run"), later == taken);
+    let copies = bench.program.ops.iter().filter(|op| op.kind.lane() != Lane::Compute).count();
+    let planned = bench.layout.host_bytes;
+    println!("  {copies} copies; host {planned} bytes planned, {} resident", taken.host);
+    // Pages, and the stacks of the threads that touch them.
+    let difference = taken.host.abs_diff(planned);
+    report.holds(&format!("{what}: host bytes as planned"), difference < (4 << 20));
+}

@@ -1,0 +1,463 @@
+//! Offload: a program whose weights, optimizer state or block inputs live in host
+//! memory, and visit the device when they are used.
+//!
+//! A rewrite of the program as it is without: the same ops in the same order, on
+//! staging tensors, with copies between them. Staging tensors have places of their
+//! own, so that what is computed beside never waits for the link: a copy waits for
+//! the staging tensor's last guest alone. Bits do not change.
+
+use plimsoll_arch::{Architecture, DType};
+use plimsoll_quant::STATE_BLOCK;
+
+use crate::{
+    Access, Class, Home, Op, OpKind, Phase, Program, Recipe, Section, Shard, Tensor, TensorId, View,
+};
+
+/// Layers whose weights are on the device at once.
+const WEIGHT_SLOTS: usize = 2;
+/// Inputs of blocks that are on the device at once: the last ones never leave it.
+const INPUT_SLOTS: usize = 3;
+/// Layers whose optimizer state fits in its staging tensors.
+const STATE_LAYERS: usize = 2;
+/// Elements of one piece of state: 16 MiB where they take a byte each. Smaller
+/// models have smaller pieces, so that there are a few of them.
+const MOST_ELEMENTS: usize = 1 << 24;
+const LEAST_ELEMENTS: usize = 4096;
+/// Pieces begin at multiples of this: whole blocks of state and wide accesses.
+const PIECE_ALIGNMENT: usize = 2048;
+
+/// Moves what the recipe wants to host memory.
+pub(super) fn offload(mut program: Program, arch: &Architecture, recipe: &Recipe) -> Program {
+    if recipe.offload.weights() {
+        let groups = weight_groups(&mut program, arch);
+        program = visit(program, &groups);
+    }
+    if recipe.offload.activations() && program.section(super::FIRST_MICRO_BATCH).is_some() {
+        let groups = input_groups(&mut program, arch, recipe);
+        program = visit(program, &groups);
+    }
+    if recipe.offload.state() {
+        program = stream_state(program, arch, recipe);
+    }
+    program
+}
+
+/// Tensors that take turns in a few staging tensors of their shape.
+struct Group {
+    slots: Vec<TensorId>,
+    /// Member n is a guest of slot n modulo their number.
+    members: Vec<TensorId>,
+}
+
+impl Group {
+    fn slot(&self, tensor: TensorId) -> Option<usize> {
+        self.members.iter().position(|m| *m == tensor).map(|n| n % self.slots.len())
+    }
+}
+
+/// A tensor on the device that holds one guest after the other.
+fn staging(program: &mut Program, name: String, shape: Vec<usize>, dtype: DType) -> TensorId {
+    let (class, home, resident) = (Class::Staging, Home::Device, true);
+    let shard = Shard::Whole;
+    program.tensors.push(Tensor { name, shape, dtype, class, home, shard, resident });
+    TensorId::new(program.tensors.len() - 1)
+}
+
+fn find(program: &Program, class: Class, name: &str) -> Vec<TensorId> {
+    let all = program.tensors.iter().enumerate();
+    all.filter(|(_, t)| t.class == class && t.name == name).map(|(n, _)| TensorId::new(n)).collect()
+}
+
+/// The matrices of all blocks, those of one kind in one group. Norms and biases stay
+/// on the device, and so do the embedding and the head, of which nothing is alike.
+fn weight_groups(program: &mut Program, arch: &Architecture) -> Vec<Group> {
+    let mut groups = Vec::new();
+    for kind in ["attn.qkv", "attn.o", "mlp.gate_up", "mlp.down"] {
+        let names = (0..arch.num_hidden_layers).map(|l| format!("layers.{l}.{kind}"));
+        let members: Vec<TensorId> =
+            names.flat_map(|name| find(program, Class::Weight, &name)).collect();
+        let Some(first) = members.first() else { continue };
+        let (shape, dtype) = (program.tensor(*first).shape.clone(), program.tensor(*first).dtype);
+        let slots = (0..WEIGHT_SLOTS.min(members.len()))
+            .map(|n| staging(program, format!("staging.{n}.{kind}"), shape.clone(), dtype))
+            .collect();
+        groups.push(Group { slots, members });
+    }
+    groups
+}
+
+/// What enters each block, and the head: one group for each micro-batch that the
+/// program spells out, in the same staging tensors.
+fn input_groups(program: &mut Program, arch: &Architecture, recipe: &Recipe) -> Vec<Group> {
+    let outputs = (0..arch.num_hidden_layers).map(|l| format!("layers.{l}.out"));
+    let names: Vec<String> = std::iter::once("embed".to_owned()).chain(outputs).collect();
+    let inputs: Vec<Vec<TensorId>> =
+        names.iter().map(|name| find(program, Class::Activation, name)).collect();
+    let shape = vec![recipe.batch, recipe.seq, arch.hidden_size];
+    let slots: Vec<TensorId> = (0..INPUT_SLOTS.min(names.len()))
+        .map(|n| staging(program, format!("staging.{n}.input"), shape.clone(), recipe.precision))
+        .collect();
+    let micro_batches = inputs.iter().map(Vec::len).min().unwrap_or(0);
+    (0..micro_batches)
+        .map(|n| Group { slots: slots.clone(), members: inputs.iter().map(|t| t[n]).collect() })
+        .collect()
+}
+
+/// A stay of one tensor in a staging tensor, from its first op to its last.
+struct Visit {
+    tensor: TensorId,
+    first: usize,
+    last: usize,
+    /// It comes with what it holds.
+    loaded: bool,
+    last_write: Option<usize>,
+}
+
+/// Ops to add behind others, stores before loads: a load may take the place of what
+/// is stored.
+struct Additions {
+    /// By section, before its first op.
+    start: Vec<Vec<Op>>,
+    /// By op.
+    stores: Vec<Vec<Op>>,
+    loads: Vec<Vec<Op>>,
+}
+
+impl Additions {
+    fn new(program: &Program) -> Additions {
+        let none = || vec![Vec::new(); program.ops.len()];
+        Additions { start: vec![Vec::new(); program.sections.len()], stores: none(), loads: none() }
+    }
+
+    fn apply(mut self, program: Program) -> Program {
+        let Program { tensors, ops, sections } = program;
+        let mut old: Vec<Option<Op>> = ops.into_iter().map(Some).collect();
+        let (mut ops, mut new_sections) = (Vec::with_capacity(old.len()), Vec::new());
+        for (n, section) in sections.into_iter().enumerate() {
+            let start = ops.len();
+            ops.append(&mut self.start[n]);
+            for at in section.ops.clone() {
+                ops.extend(old[at].take());
+                ops.append(&mut self.stores[at]);
+                ops.append(&mut self.loads[at]);
+            }
+            new_sections.push(Section { ops: start..ops.len(), ..section });
+        }
+        Program { tensors, ops, sections: new_sections }
+    }
+}
+
+/// Moves all members of the groups to host memory, but those that never leave their
+/// staging tensor between their first use and their last.
+///
+/// A guest comes as soon as the one before it is done: while that one's neighbours
+/// are at work.
+fn visit(mut program: Program, groups: &[Group]) -> Program {
+    let mut additions = Additions::new(&program);
+    let sections: Vec<Section> = program.sections.clone();
+    for group in groups {
+        let mut stays: Vec<Vec<Vec<Visit>>> = Vec::new();
+        for section in &sections {
+            stays.push(visits(&program, group, section));
+        }
+        for (section, slots) in stays.iter().enumerate() {
+            for (slot, visits) in slots.iter().enumerate() {
+                for (n, visit) in visits.iter().enumerate() {
+                    let resident = program.tensor(visit.tensor).resident;
+                    let again = visits[n + 1..].iter().any(|v| v.tensor == visit.tensor);
+                    let [host, here] =
+                        [visit.tensor, group.slots[slot]].map(|t| whole(&program, t));
+                    if let (Some(at), true) = (visit.last_write, resident || again) {
+                        let phase = program.ops[at].phase;
+                        let kind = OpKind::ToHost { from: here, to: host };
+                        additions.stores[at].push(Op { kind, phase, workspace: None });
+                    }
+                    if visit.loaded {
+                        let phase = program.ops[visit.first].phase;
+                        let kind = OpKind::ToDevice { from: host, to: here };
+                        let before = n.checked_sub(1).map(|n| visits[n].last);
+                        let list = match before {
+                            Some(at) => &mut additions.loads[at],
+                            None => &mut additions.start[section],
+                        };
+                        list.push(Op { kind, phase, workspace: None });
+                    }
+                    if resident || again || visit.loaded {
+                        program.tensors[visit.tensor.index()].home = Home::Host;
+                    }
+                }
+            }
+        }
+        for op in &mut program.ops {
+            op.kind.replace(|t| group.slot(t).map_or(t, |slot| group.slots[slot]));
+        }
+    }
+    additions.apply(program)
+}
+
+/// The stays in each slot of a group during one section.
+fn visits(program: &Program, group: &Group, section: &Section) -> Vec<Vec<Visit>> {
+    let mut slots: Vec<Vec<Visit>> = group.slots.iter().map(|_| Vec::new()).collect();
+    for at in section.ops.clone() {
+        program.ops[at].kind.for_each_operand(|tensor, access| {
+            let Some(slot) = group.slot(tensor) else { return };
+            let visits = &mut slots[slot];
+            if visits.last().is_none_or(|v| v.tensor != tensor) {
+                let loaded = access != Access::Write;
+                visits.push(Visit { tensor, first: at, last: at, loaded, last_write: None });
+            }
+            if let Some(visit) = visits.last_mut() {
+                visit.last = at;
+                if access != Access::Read {
+                    visit.last_write = Some(at);
+                }
+            }
+        });
+    }
+    slots
+}
+
+fn whole(program: &Program, tensor: TensorId) -> View {
+    let t = program.tensor(tensor);
+    View { tensor, row: 0, col: 0, rows: t.rows(), cols: t.cols(), stride: t.cols() }
+}
+
+/// Staging tensors for pieces of state of one form, in a ring.
+struct Ring {
+    /// Types of the state's tensors.
+    form: Vec<DType>,
+    slots: Vec<Vec<TensorId>>,
+}
+
+/// Some rows of a parameter with its state.
+struct Piece {
+    /// The update that it is a part of.
+    op: usize,
+    rows: std::ops::Range<usize>,
+    ring: usize,
+}
+
+/// Moves the state of matrices to host memory; that of norms and biases, a few
+/// thousandths of all, stays. So does the embedding's where updates run inside
+/// backward and memory does not matter most: its gradient is complete last, and
+/// nothing would be left to hide its way behind.
+///
+/// Piece by piece, in the order of the updates: state comes in, the update works on
+/// it, it goes out, and what comes a ring later takes its place.
+fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> Program {
+    let keep_embedding = recipe.optimizer_in_backward && !recipe.offload.weights();
+    let streams = |program: &Program, op: &Op| {
+        let (param, _, state) = op.kind.update_operands()?;
+        let t = program.tensor(param.tensor);
+        let stays = t.shape.len() < 2 || (keep_embedding && t.name == "embed_tokens");
+        let state: Vec<View> = state.into_iter().flatten().collect();
+        (!stays && !state.is_empty()).then_some((param, state))
+    };
+    let updates: Vec<(usize, View, Vec<View>)> = program
+        .ops
+        .iter()
+        .enumerate()
+        .filter_map(|(at, op)| streams(&program, op).map(|(param, state)| (at, param, state)))
+        .collect();
+    let total: usize = updates.iter().map(|(_, param, _)| param.elements()).sum();
+    let most = (total / 32).clamp(LEAST_ELEMENTS, MOST_ELEMENTS);
+    let mut rings: Vec<Ring> = Vec::new();
+    let mut pieces: Vec<Piece> = Vec::new();
+    for (op, param, state) in &updates {
+        let form: Vec<DType> = state.iter().map(|v| program.tensor(v.tensor).dtype).collect();
+        let ring = rings.iter().position(|r| r.form == form).unwrap_or_else(|| {
+            rings.push(Ring { form, slots: Vec::new() });
+            rings.len() - 1
+        });
+        for rows in row_pieces(param, most) {
+            pieces.push(Piece { op: *op, rows, ring });
+        }
+        for view in state {
+            program.tensors[view.tensor.index()].home = Home::Host;
+        }
+    }
+    for (n, ring) in rings.iter_mut().enumerate() {
+        let mine = || pieces.iter().filter(|p| p.ring == n);
+        let cols = |op: usize| program.ops[op].kind.update_operands().map_or(0, |(p, ..)| p.cols);
+        let largest = mine().map(|p| p.rows.len() * cols(p.op)).max().unwrap_or(0);
+        let layers = STATE_LAYERS.min(arch.num_hidden_layers);
+        let count = (layers * mine().count()).div_ceil(arch.num_hidden_layers).max(4);
+        for slot in 0..count.min(mine().count()) {
+            let tensors = ring.form.clone().into_iter().enumerate().map(|(part, dtype)| {
+                let scales = part >= 2;
+                let cols = if scales { largest.div_ceil(STATE_BLOCK) } else { largest };
+                let name = format!("staging.{slot}.state.{n}.{part}");
+                staging(&mut program, name, vec![1, cols], dtype)
+            });
+            ring.slots.push(tensors.collect());
+        }
+    }
+    let sections = std::mem::take(&mut program.sections);
+    let old = std::mem::take(&mut program.ops);
+    for section in sections {
+        let start = program.ops.len();
+        let mine = pieces.iter().filter(|p| section.ops.contains(&p.op));
+        let mut queues: Vec<Vec<Staged>> = rings.iter().map(|_| Vec::new()).collect();
+        for piece in mine {
+            let queue = &mut queues[piece.ring];
+            let slots = &rings[piece.ring].slots;
+            queue.push(Staged::new(
+                &program,
+                &old[piece.op],
+                piece,
+                &slots[queue.len() % slots.len()],
+            ));
+        }
+        let first_loads: Vec<Op> = queues
+            .iter()
+            .zip(&rings)
+            .flat_map(|(queue, ring)| queue.iter().take(ring.slots.len()))
+            .flat_map(Staged::loads)
+            .collect();
+        let first_loads_at = first_loads_at(&old, &section, &pieces);
+        let mut next: Vec<usize> = vec![0; rings.len()];
+        for at in section.ops.clone() {
+            if at == first_loads_at {
+                program.ops.extend(first_loads.iter().cloned());
+            }
+            let here = pieces.iter().position(|p| p.op == at);
+            let Some(ring) = here.map(|n| pieces[n].ring) else {
+                program.ops.push(old[at].clone());
+                continue;
+            };
+            let (queue, slots) = (&queues[ring], rings[ring].slots.len());
+            while let Some(staged) = queue.get(next[ring]).filter(|s| s.op == at) {
+                program.ops.push(staged.update.clone());
+                program.ops.extend(staged.stores());
+                if let Some(later) = queue.get(next[ring] + slots) {
+                    program.ops.extend(later.loads());
+                }
+                next[ring] += 1;
+            }
+        }
+        program.sections.push(Section { ops: start..program.ops.len(), ..section });
+    }
+    program
+}
+
+/// Where the first state is sent for: at the start of a section, but behind weights
+/// that the forward pass waits for.
+fn first_loads_at(ops: &[Op], section: &Section, pieces: &[Piece]) -> usize {
+    let first = pieces.iter().map(|p| p.op).find(|op| section.ops.contains(op));
+    let before = section.ops.start..first.unwrap_or(section.ops.start);
+    let weights = before.rev().find(|at| matches!(ops[*at].kind, OpKind::ToDevice { .. }));
+    weights.map_or(section.ops.start, |at| at + 1)
+}
+
+/// Rows of a parameter in pieces of about the same size, of at most about `most`
+/// elements.
+fn row_pieces(param: &View, most: usize) -> Vec<std::ops::Range<usize>> {
+    let count = param.elements().div_ceil(most).max(1);
+    let step = PIECE_ALIGNMENT / gcd(param.cols.max(1), PIECE_ALIGNMENT);
+    let rows = param.rows.div_ceil(count).next_multiple_of(step);
+    (0..param.rows).step_by(rows).map(|row| row..param.rows.min(row + rows)).collect()
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// The update of one piece on its staging tensors.
+struct Staged {
+    op: usize,
+    update: Op,
+    /// In host memory, and where it is staged.
+    state: Vec<(View, View)>,
+    phase: Phase,
+}
+
+impl Staged {
+    fn new(program: &Program, op: &Op, piece: &Piece, slot: &[TensorId]) -> Staged {
+        let rows = piece.rows.len();
+        let mut update = op.clone();
+        let mut state = Vec::new();
+        let mut operand = 0;
+        let (first, elements) = match op.kind.update_operands() {
+            Some((param, ..)) => {
+                let part = param.rows_at(piece.rows.start, rows);
+                (part.first() - param.first(), part.elements())
+            }
+            None => unreachable!("pieces are of updates"),
+        };
+        update.kind.map_update(|view| {
+            operand += 1;
+            match operand - 1 {
+                // Parameter and gradient are where they were.
+                0 | 1 => view.rows_at(piece.rows.start, rows),
+                n => {
+                    let host = if n < 4 {
+                        view.rows_at(piece.rows.start, rows)
+                    } else {
+                        view.cols_at(first / STATE_BLOCK, elements.div_ceil(STATE_BLOCK))
+                    };
+                    let here =
+                        View { rows: 1, cols: host.elements(), ..whole(program, slot[n - 2]) };
+                    state.push((host, here));
+                    here
+                }
+            }
+        });
+        Staged { op: piece.op, update, state, phase: op.phase }
+    }
+
+    fn loads(&self) -> impl Iterator<Item = Op> + '_ {
+        self.state.iter().map(|(host, here)| Op {
+            kind: OpKind::ToDevice { from: *host, to: *here },
+            phase: self.phase,
+            workspace: None,
+        })
+    }
+
+    fn stores(&self) -> impl Iterator<Item = Op> + '_ {
+        self.state.iter().map(|(host, here)| Op {
+            kind: OpKind::ToHost { from: *here, to: *host },
+            phase: self.phase,
+            workspace: None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_cover_all_rows_and_begin_at_whole_blocks() {
+        let view = |rows: usize, cols: usize| View {
+            tensor: TensorId::new(0),
+            row: 0,
+            col: 0,
+            rows,
+            cols,
+            stride: cols,
+        };
+        for (rows, cols, most) in [
+            (28672, 4096, MOST_ELEMENTS),
+            (4096, 14336, MOST_ELEMENTS),
+            (128_256, 4096, MOST_ELEMENTS),
+            (6144, 4096, MOST_ELEMENTS),
+            (151_936, 896, MOST_ELEMENTS),
+            (300, 96, LEAST_ELEMENTS),
+            (17, 7, LEAST_ELEMENTS),
+            (1, 1, LEAST_ELEMENTS),
+        ] {
+            let pieces = row_pieces(&view(rows, cols), most);
+            assert_eq!((pieces[0].start, pieces.last().unwrap().end), (0, rows));
+            for pair in pieces.windows(2) {
+                assert_eq!(pair[0].end, pair[1].start);
+                assert!((pair[0].end * cols).is_multiple_of(PIECE_ALIGNMENT));
+            }
+            // Alignment makes a piece a little larger where rows are odd.
+            let largest = pieces.iter().map(|p| p.len() * cols).max().unwrap();
+            assert!(largest <= most + cols * PIECE_ALIGNMENT, "{largest}");
+            if rows * cols > 4 * MOST_ELEMENTS {
+                assert!(largest > most / 2 && largest <= most + most / 8, "{largest}");
+            }
+        }
+    }
+}
