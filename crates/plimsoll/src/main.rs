@@ -14,6 +14,7 @@ mod model_source;
 mod planning;
 mod profiles;
 mod recipe_args;
+mod stop_text;
 mod units;
 mod weights;
 
