@@ -34,6 +34,8 @@ pub enum GenerateError {
     Sampler(#[from] SamplerError),
     #[error("the prompt is empty: give at least one token")]
     EmptyPrompt,
+    #[error("{prompts} prompts in a plan for {batch} sequences")]
+    Prompts { prompts: usize, batch: usize },
     #[error("token id {id} is outside the model's vocabulary of {vocab_size}")]
     TokenId { id: u32, vocab_size: usize },
     #[error(
@@ -71,7 +73,8 @@ impl Generation {
 }
 
 impl InferPlan {
-    /// Plans generation of single sequences with a context of `recipe.seq`.
+    /// Plans generation of `recipe.batch` sequences at a time with a context of
+    /// `recipe.seq`.
     ///
     /// # Errors
     /// The recipe is impossible.
@@ -106,11 +109,20 @@ pub struct Generator<'a> {
     device: &'a mut dyn Device,
     target: &'a dyn Target,
     places: Places,
-    /// Tokens whose keys and values are in the cache.
-    cached: Vec<u32>,
+    /// Tokens of each sequence whose keys and values are in the cache; all are as long.
+    cached: Vec<Vec<u32>>,
+    /// (B, V).
     logits: Vec<f32>,
     /// Whether `logits` are those of the last run.
     fetched: bool,
+}
+
+/// One sequence under way.
+struct Sequence {
+    /// The prompt, and what followed it.
+    ids: Vec<u32>,
+    prompt: usize,
+    stop: Option<StopReason>,
 }
 
 /// Offsets of what goes up and down at each run; the same in all programs of a plan.
@@ -162,9 +174,10 @@ impl<'a> Generator<'a> {
         device: &'a mut dyn Device,
         target: &'a dyn Target,
     ) -> Generator<'a> {
-        let logits = vec![0.0; plan.arch.vocab_size];
-        let places = Places::new(&plan.prefill);
-        Generator { plan, device, target, places, cached: Vec::new(), logits, fetched: false }
+        let batch = plan.recipe.batch;
+        let logits = vec![0.0; batch * plan.arch.vocab_size];
+        let (places, cached) = (Places::new(&plan.prefill), vec![Vec::new(); batch]);
+        Generator { plan, device, target, places, cached, logits, fetched: false }
     }
 
     /// Continues `prompt` by up to `max_new_tokens`, calling `on_token` with
@@ -172,7 +185,8 @@ impl<'a> Generator<'a> {
     /// already holds of the prompt is not computed again.
     ///
     /// # Errors
-    /// The prompt is empty, too long, or names a token that does not exist.
+    /// The prompt is empty, too long, or names a token that does not exist; the plan is
+    /// for several sequences.
     pub fn generate(
         &mut self,
         prompt: &[u32],
@@ -181,57 +195,121 @@ impl<'a> Generator<'a> {
         sampler: &mut Sampler,
         mut on_token: impl FnMut(u32) -> bool,
     ) -> Result<Generation, GenerateError> {
-        let capacity = self.plan.recipe.seq;
-        let vocab_size = self.plan.arch.vocab_size;
-        if prompt.is_empty() {
-            return Err(GenerateError::EmptyPrompt);
-        }
-        if let Some(&id) = prompt.iter().find(|id| **id as usize >= vocab_size) {
-            return Err(GenerateError::TokenId { id, vocab_size });
-        }
-        if prompt.len() >= capacity {
-            let tokens = prompt.len() + 1;
-            return Err(GenerateError::TooLong { tokens, capacity });
-        }
+        let samplers = std::slice::from_mut(sampler);
+        let on_token = |_, id| on_token(id);
+        let all =
+            self.generate_all(&[prompt.to_vec()], max_new_tokens, stop_ids, samplers, on_token)?;
+        Ok(all.into_iter().next().expect("as many as prompts"))
+    }
+
+    /// Continues each of the plan's sequences by up to `max_new_tokens`, each with its own
+    /// sampler. All are at the same position: what a prompt has beyond the shortest one
+    /// goes through the token step, while the others already generate.
+    ///
+    /// # Errors
+    /// As [`Generator::generate`]; or there are not as many prompts as the plan has
+    /// sequences.
+    ///
+    /// # Panics
+    /// There are fewer samplers than prompts.
+    pub fn generate_all(
+        &mut self,
+        prompts: &[Vec<u32>],
+        max_new_tokens: usize,
+        stop_ids: &[u32],
+        samplers: &mut [Sampler],
+        mut on_token: impl FnMut(usize, u32) -> bool,
+    ) -> Result<Vec<Generation>, GenerateError> {
+        let (capacity, batch) = (self.plan.recipe.seq, self.plan.recipe.batch);
+        self.check(prompts)?;
+        assert!(samplers.len() >= batch, "{} samplers for {batch} sequences", samplers.len());
         let started = std::time::Instant::now();
-        let known = self.cached.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        let shortest = prompts.iter().map(Vec::len).min().unwrap_or(0);
+        let known = |(cached, prompt): (&Vec<u32>, &Vec<u32>)| {
+            cached.iter().zip(prompt).take_while(|(a, b)| a == b).count()
+        };
+        let known = self.cached.iter().zip(prompts).map(known).min().unwrap_or(0);
         // The last token is always run again: its logits are wanted.
-        self.cached.truncate(known.min(prompt.len() - 1));
-        self.prefill(prompt)?;
+        self.cached.iter_mut().for_each(|c| c.truncate(known.min(shortest - 1)));
+        self.prefill(prompts, shortest)?;
         let prefill_seconds = started.elapsed().as_secs_f64();
 
         let started = std::time::Instant::now();
-        let mut ids = prompt.to_vec();
-        let mut stop = StopReason::Length;
-        for n in 0..max_new_tokens {
-            let next = if sampler.is_greedy() {
-                self.likeliest()?
-            } else {
-                sampler.next(self.logits()?, &ids)
-            };
-            ids.push(next);
-            if !on_token(next) {
-                stop = StopReason::Callback;
+        let mut sequences: Vec<Sequence> = prompts
+            .iter()
+            .map(|p| Sequence { ids: p.clone(), prompt: p.len(), stop: None })
+            .collect();
+        loop {
+            // Positions that the cache holds; sequence i has a token there, or needs one.
+            let at = self.cached[0].len();
+            for (i, sequence) in sequences.iter_mut().enumerate() {
+                if sequence.ids.len() > at || sequence.stop.is_some() {
+                    continue;
+                }
+                if sequence.ids.len() - sequence.prompt == max_new_tokens || at >= capacity {
+                    sequence.stop = Some(StopReason::Length);
+                    continue;
+                }
+                let next = if samplers[i].is_greedy() {
+                    self.likeliest(i)?
+                } else {
+                    let v = self.plan.arch.vocab_size;
+                    let logits = &self.logits()?[i * v..(i + 1) * v];
+                    samplers[i].next(logits, &sequence.ids)
+                };
+                sequence.ids.push(next);
+                if !on_token(i, next) {
+                    sequence.stop = Some(StopReason::Callback);
+                } else if stop_ids.contains(&next) {
+                    sequence.stop = Some(StopReason::EndToken);
+                } else if sequence.ids.len() - sequence.prompt == max_new_tokens
+                    || sequence.ids.len() >= capacity
+                {
+                    sequence.stop = Some(StopReason::Length);
+                }
+            }
+            if sequences.iter().all(|s| s.stop.is_some()) {
                 break;
             }
-            if stop_ids.contains(&next) {
-                stop = StopReason::EndToken;
-                break;
-            }
-            if n + 1 == max_new_tokens || ids.len() >= capacity {
-                break;
-            }
-            self.decode(next)?;
+            // A sequence that has ended repeats its last token: nobody reads what follows.
+            let tokens: Vec<[u32; 1]> =
+                sequences.iter().map(|s| [s.ids[at.min(s.ids.len() - 1)]]).collect();
+            let rows: Vec<&[u32]> = tokens.iter().map(<[u32; 1]>::as_slice).collect();
+            let plan = self.plan;
+            self.run(&plan.decode, &rows)?;
         }
-        Ok(Generation {
-            new_ids: ids.split_off(prompt.len()),
-            stop,
+        let decode_seconds = started.elapsed().as_secs_f64();
+        let finished = sequences.into_iter().map(|mut s| Generation {
+            new_ids: s.ids.split_off(s.prompt),
+            stop: s.stop.unwrap_or(StopReason::Length),
             prefill_seconds,
-            decode_seconds: started.elapsed().as_secs_f64(),
-        })
+            decode_seconds,
+        });
+        Ok(finished.collect())
     }
 
-    /// Logits (V) after the last token that was run.
+    fn check(&self, prompts: &[Vec<u32>]) -> Result<(), GenerateError> {
+        let (capacity, batch) = (self.plan.recipe.seq, self.plan.recipe.batch);
+        let vocab_size = self.plan.arch.vocab_size;
+        if prompts.len() != batch {
+            return Err(GenerateError::Prompts { prompts: prompts.len(), batch });
+        }
+        for prompt in prompts {
+            if prompt.is_empty() {
+                return Err(GenerateError::EmptyPrompt);
+            }
+            if let Some(&id) = prompt.iter().find(|id| **id as usize >= vocab_size) {
+                return Err(GenerateError::TokenId { id, vocab_size });
+            }
+            if prompt.len() >= capacity {
+                let tokens = prompt.len() + 1;
+                return Err(GenerateError::TooLong { tokens, capacity });
+            }
+        }
+        Ok(())
+    }
+
+    /// Logits (B, V) after the last token that was run.
     ///
     /// # Errors
     /// The device's own.
@@ -252,63 +330,66 @@ impl<'a> Generator<'a> {
         Ok(&self.logits)
     }
 
-    /// The token of the largest of them, which the device has found.
-    fn likeliest(&mut self) -> Result<u32, DeviceError> {
+    /// The token of a sequence's largest logit, which the device has found.
+    fn likeliest(&mut self, sequence: usize) -> Result<u32, DeviceError> {
         let mut next = 0;
-        self.device.download(Home::Device, self.places.next, 4, &mut |bytes| {
+        let at = self.places.next + 4 * sequence as u64;
+        self.device.download(Home::Device, at, 4, &mut |bytes| {
             next = bytemuck::pod_read_unaligned::<i32>(bytes) as u32;
             Ok(())
         })?;
         Ok(next)
     }
 
-    fn prefill(&mut self, prompt: &[u32]) -> Result<(), GenerateError> {
+    /// Runs what the cache lacks of the first `length` tokens of all prompts.
+    fn prefill(&mut self, prompts: &[Vec<u32>], length: usize) -> Result<(), GenerateError> {
         let plan = self.plan;
         let ids = plan.prefill.0.find("ids").expect("every program has the inputs");
         let chunk = plan.prefill.0.tensor(ids).cols();
-        while self.cached.len() < prompt.len() {
-            let left = &prompt[self.cached.len()..];
-            let tokens = left.len().min(chunk);
+        while self.cached[0].len() < length {
+            let at = self.cached[0].len();
+            let tokens = (length - at).min(chunk);
+            let rows: Vec<&[u32]> = prompts.iter().map(|p| &p[at..at + tokens]).collect();
             if tokens == chunk {
-                self.run(&plan.prefill, &left[..tokens])?;
+                self.run(&plan.prefill, &rows)?;
             } else if tokens == 1 {
-                self.run(&plan.decode, &left[..1])?;
+                self.run(&plan.decode, &rows)?;
             } else {
                 // The rest of a prompt has a program of its own, in the same slab.
                 let rest = build::infer(&plan.arch, &plan.recipe, tokens, self.target)?;
                 let mut layouts = lay_out_together(&[&plan.prefill.0, &rest])?;
                 let layout = layouts.pop().expect("two programs have two layouts");
-                self.run(&(rest, layout), &left[..tokens])?;
+                self.run(&(rest, layout), &rows)?;
             }
         }
         Ok(())
     }
 
-    fn decode(&mut self, token: u32) -> Result<(), GenerateError> {
-        let plan = self.plan;
-        self.run(&plan.decode, &[token])
-    }
-
-    /// Runs some tokens after those in the cache; nothing waits for them yet.
-    fn run(&mut self, program: &(Program, Layout), tokens: &[u32]) -> Result<(), GenerateError> {
-        self.upload_inputs(tokens)?;
+    /// Runs as many tokens of each sequence after those in the cache; nothing waits for
+    /// them yet.
+    fn run(&mut self, program: &(Program, Layout), rows: &[&[u32]]) -> Result<(), GenerateError> {
+        self.upload_inputs(rows)?;
         self.device.run(&program.0, &program.1, 0)?;
-        self.cached.extend_from_slice(tokens);
+        for (cached, row) in self.cached.iter_mut().zip(rows) {
+            cached.extend_from_slice(row);
+        }
         self.fetched = false;
         Ok(())
     }
 
     /// The inputs of a run, in one copy where their places allow it.
-    fn upload_inputs(&mut self, tokens: &[u32]) -> Result<(), DeviceError> {
-        let start = self.cached.len() as i32;
-        let ids: Vec<i32> = tokens.iter().map(|t| *t as i32).collect();
-        let positions: Vec<i32> = (start..).take(tokens.len()).collect();
+    fn upload_inputs(&mut self, rows: &[&[u32]]) -> Result<(), DeviceError> {
+        let (start, tokens) = (self.cached[0].len() as i32, rows[0].len() as i32);
+        let ids: Vec<i32> = rows.iter().flat_map(|r| r.iter().map(|t| *t as i32)).collect();
+        let positions: Vec<i32> = rows.iter().flat_map(|_| start..start + tokens).collect();
+        let starts = vec![start; rows.len()];
+        let last_rows: Vec<i32> = (1..=rows.len() as i32).map(|b| b * tokens - 1).collect();
         let p = &self.places;
         let pieces: [(u64, &[i32]); 4] = [
             (p.ids, &ids),
             (p.positions, &positions),
-            (p.start, &[start]),
-            (p.last_rows, &[tokens.len() as i32 - 1]),
+            (p.start, &starts),
+            (p.last_rows, &last_rows),
         ];
         let mut write = |pieces: &[(u64, &[i32])]| {
             let first = pieces.iter().map(|(at, _)| *at).min().unwrap_or(0);

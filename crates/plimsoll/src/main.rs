@@ -15,6 +15,7 @@ mod planning;
 mod profiles;
 mod ranks;
 mod recipe_args;
+mod stop_text;
 mod torch_args;
 mod units;
 mod weights;

@@ -87,6 +87,57 @@ fn seeds_repeat_and_differ_and_thread_counts_do_not_matter() {
 }
 
 #[test]
+fn prompts_together_get_what_each_gets_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = nano(dir.path());
+    let run = |prompts: &[&str], options: &str| {
+        let line = format!(
+            "generate --model {} --max-new-tokens 11 --ignore-eos --json {options}",
+            model.display()
+        );
+        let mut command = command(&line);
+        for prompt in prompts {
+            command.args(["--prompt", prompt]);
+        }
+        finished(&line, command.output().unwrap()).ok().json()
+    };
+    let prompts = ["a", "longer than the others", "abc"];
+    for (options, seeds) in [("--greedy", [""; 3]), ("--seed 4", ["4", "5", "6"])] {
+        let together = run(&prompts, options);
+        let sequences = together["sequences"].as_array().unwrap();
+        assert_eq!(sequences.len(), 3);
+        for ((prompt, seed), sequence) in prompts.iter().zip(seeds).zip(sequences) {
+            let options = if seed.is_empty() { options.into() } else { format!("--seed {seed}") };
+            let alone = run(&[prompt], &options);
+            assert_eq!(ids(&alone), ids(sequence), "{prompt} {options}");
+            assert_eq!(alone["text"], sequence["text"]);
+            assert_eq!(sequence["new_tokens"], 11);
+        }
+        assert!(together["tokens_per_second"].as_f64().unwrap() > 0.0);
+    }
+}
+
+#[test]
+fn a_stop_string_ends_the_text_before_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = nano(dir.path());
+    let line = format!(
+        "generate --model {} --prompt abc --max-new-tokens 40 --ignore-eos --seed 3",
+        model.display()
+    );
+    let whole = plimsoll(&format!("{line} --json")).ok().json();
+    let text = whole["text"].as_str().unwrap();
+    let letters: Vec<char> = text.chars().filter(char::is_ascii_alphanumeric).collect();
+    let stop = letters[letters.len() / 2];
+    let stopped = plimsoll(&format!("{line} --json --stop {stop}")).ok().json();
+    let expected = &text[..text.find(stop).unwrap()];
+    assert_eq!(stopped["text"], expected);
+    assert_eq!(stopped["stopped_by"], "stop_string");
+    let table = plimsoll(&format!("{line} --stop {stop}")).ok();
+    assert_eq!(table.stdout, format!("{expected}\n"));
+}
+
+#[test]
 fn an_end_token_ends_it() {
     let dir = tempfile::tempdir().unwrap();
     let model = nano(dir.path());

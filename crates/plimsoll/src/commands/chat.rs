@@ -7,6 +7,7 @@ use plimsoll_text::Message;
 
 use crate::commands::generate::{Loaded, SamplingArgs};
 use crate::exit::{Outcome, Stop};
+use crate::stop_text::StopText;
 use crate::weights::{Weights, WeightsArgs};
 use crate::{output, units};
 
@@ -31,7 +32,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
     let weights = Weights::open(&args.model, &args.weights)?;
     let model = &weights.model;
     let context = args.sampling.context.unwrap_or(CONTEXT.min(model.arch.max_position_embeddings));
-    let mut loaded = Loaded::new(&weights, context, &args.sampling)?;
+    let mut loaded = Loaded::new(&weights, 1, context, &args.sampling)?;
     note!(
         "{}: {} in memory, context of {context} tokens; chat template: {}. An empty line or \
          Ctrl-D ends.",
@@ -39,7 +40,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
         units::bytes(loaded.plan.slab_bytes()),
         model.template.reason
     );
-    let mut sampler = args.sampling.sampler()?;
+    let mut sampler = args.sampling.sampler(0)?;
     let stop_ids = model.stop_ids();
     let mut messages: Vec<Message> = args.system.iter().map(Message::system).collect();
     let mut generator = loaded.generator();
@@ -55,6 +56,7 @@ pub fn run(args: &ChatArgs) -> Outcome {
         let text = model.template.template.render(&messages, true).map_err(Stop::input)?;
         let prompt = model.tokenizer.encode(&text, false).map_err(Stop::input)?;
         let mut decoder = model.tokenizer.stream_after(&prompt, true);
+        let mut stop = StopText::new(&args.sampling.stop);
         let mut answer = String::new();
         let generated = generator.generate(
             &prompt,
@@ -62,13 +64,13 @@ pub fn run(args: &ChatArgs) -> Outcome {
             &stop_ids,
             &mut sampler,
             |id| {
-                let piece = decoder.push(id);
+                let piece = stop.push(&decoder.push(id));
                 answer.push_str(&piece);
-                output::stream(&piece)
+                output::stream(&piece) && !stop.found()
             },
         );
         let generation = generated.map_err(Stop::input)?;
-        let rest = decoder.finish();
+        let rest = stop.push(&decoder.finish()) + &stop.finish();
         outln!("{rest}");
         answer.push_str(&rest);
         messages.push(Message::assistant(answer));

@@ -1,7 +1,7 @@
-//! `plimsoll generate`: continue a prompt.
+//! `plimsoll generate`: continue a prompt, or several at a time.
 
 use clap::Args;
-use plimsoll_infer::{Generator, InferPlan, Sampler, Sampling, StopReason};
+use plimsoll_infer::{Generation, Generator, InferPlan, Sampler, Sampling, StopReason};
 use plimsoll_model::init_state;
 use plimsoll_plan::Device;
 use plimsoll_program::{Recipe, Target};
@@ -11,6 +11,7 @@ use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::ModelSource;
 use crate::recipe_args::Precision;
+use crate::stop_text::StopText;
 use crate::weights::{Weights, WeightsArgs};
 use crate::{Format, output, units};
 
@@ -34,8 +35,12 @@ pub struct SamplingArgs {
     /// Above 1: tokens that were seen become less likely.
     #[arg(long, default_value_t = 1.0)]
     pub repetition_penalty: f32,
+    /// Of several prompts, the second draws with the next seed, and so on.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+    /// End the text where this begins; may be given several times.
+    #[arg(long)]
+    pub stop: Vec<String>,
     #[arg(long, default_value_t = 256)]
     pub max_new_tokens: usize,
     /// Positions of the KV cache [default: prompt and new tokens, or 4096 in a chat]
@@ -52,14 +57,14 @@ pub struct SamplingArgs {
 impl SamplingArgs {
     /// # Errors
     /// A setting is out of its range.
-    pub fn sampler(&self) -> Result<Sampler, Stop> {
+    pub fn sampler(&self, sequence: usize) -> Result<Sampler, Stop> {
         let sampling = Sampling {
             repetition_penalty: self.repetition_penalty,
             temperature: if self.greedy { 0.0 } else { self.temperature },
             top_k: self.top_k,
             top_p: self.top_p,
             min_p: self.min_p,
-            seed: self.seed,
+            seed: self.seed.wrapping_add(sequence as u64),
         };
         Sampler::new(sampling).map_err(|e| Stop::Input(format!("--{e}")))
     }
@@ -72,9 +77,10 @@ pub struct GenerateArgs {
     pub model: String,
     #[command(flatten)]
     pub weights: WeightsArgs,
-    /// Text to continue, as it is: no chat template is applied.
+    /// Text to continue, as it is: no chat template is applied. Several are continued
+    /// together.
     #[arg(long, conflicts_with = "prompt_ids")]
-    pub prompt: Option<String>,
+    pub prompt: Vec<String>,
     /// Token ids to continue: 5,17,9.
     #[arg(long, value_delimiter = ',')]
     pub prompt_ids: Vec<u32>,
@@ -88,72 +94,140 @@ pub struct GenerateArgs {
     pub sampling: SamplingArgs,
     #[arg(long, value_enum, default_value = "table")]
     pub format: Format,
+    /// The same as --format json.
+    #[arg(long)]
+    pub json: bool,
 }
 
 pub fn run(args: &GenerateArgs) -> Outcome {
     let weights = Weights::open(&args.model, &args.weights)?;
     let model = &weights.model;
-    let prompt = prompt_ids(args, model)?;
+    let prompts = prompt_ids(args, model)?;
     // A prompt needs one position more than its own, even if nothing is to follow.
-    let wanted = prompt.len().saturating_add(args.sampling.max_new_tokens.max(1));
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let wanted = longest.saturating_add(args.sampling.max_new_tokens.max(1));
     let context = args.sampling.context.unwrap_or(wanted.min(model.arch.max_position_embeddings));
-    let mut loaded = Loaded::new(&weights, context, &args.sampling)?;
+    let mut loaded = Loaded::new(&weights, prompts.len(), context, &args.sampling)?;
     let peak_bytes = loaded.plan.slab_bytes();
-    let mut sampler = args.sampling.sampler()?;
+    let mut samplers =
+        (0..prompts.len()).map(|i| args.sampling.sampler(i)).collect::<Result<Vec<_>, _>>()?;
     let stop_ids = if args.ignore_eos { Vec::new() } else { model.stop_ids() };
 
-    let stream = args.format == Format::Table;
-    let mut decoder = model.tokenizer.stream_after(&prompt, true);
+    let json = args.json || args.format == Format::Json;
+    // One text is printed as it comes; several, when all are there.
+    let stream = !json && prompts.len() == 1;
+    let mut texts: Vec<_> = prompts
+        .iter()
+        .map(|p| {
+            (
+                model.tokenizer.stream_after(p, true),
+                StopText::new(&args.sampling.stop),
+                String::new(),
+            )
+        })
+        .collect();
     let mut generator = loaded.generator();
-    let generation = generator
-        .generate(&prompt, args.sampling.max_new_tokens, &stop_ids, &mut sampler, |id| {
-            !stream || output::stream(&decoder.push(id))
+    let generations = generator
+        .generate_all(&prompts, args.sampling.max_new_tokens, &stop_ids, &mut samplers, |i, id| {
+            let (decoder, stop, text) = &mut texts[i];
+            let piece = stop.push(&decoder.push(id));
+            text.push_str(&piece);
+            (!stream || output::stream(&piece)) && !stop.found()
         })
         .map_err(Stop::input)?;
-    if stream {
-        outln!("{}", decoder.finish());
-        note!(
-            "{} tokens, {:.1} tokens/s, prompt of {} in {}, {} planned",
-            generation.new_ids.len(),
-            generation.tokens_per_second(),
-            prompt.len(),
-            units::seconds(generation.prefill_seconds),
-            units::bytes(peak_bytes)
-        );
+    let mut results = Vec::new();
+    for ((prompt, generation), (decoder, mut stop, mut text)) in
+        prompts.iter().zip(&generations).zip(texts)
+    {
+        let end = stop.push(&decoder.finish()) + &stop.finish();
+        text.push_str(&end);
+        if stream {
+            outln!("{end}");
+        }
+        results.push(Continued { prompt, generation, stopped: stop.found(), text });
+    }
+    if json {
+        let mut values: Vec<_> = results.iter().map(|r| r.json(model, peak_bytes)).collect();
+        let value = if values.len() == 1 {
+            values.remove(0)
+        } else {
+            json!({
+                "sequences": values,
+                "tokens_per_second": tokens_per_second(&generations),
+                "peak_bytes": peak_bytes,
+            })
+        };
+        outln!("{value}");
         return Ok(());
     }
-    let ids: Vec<u32> = prompt.iter().chain(&generation.new_ids).copied().collect();
-    let result = json!({
-        "ids": ids,
-        "text": model.tokenizer.decode(&generation.new_ids, true),
-        "full_text": model.tokenizer.decode(&ids, true),
-        "new_tokens": generation.new_ids.len(),
-        "tokens_per_second": generation.tokens_per_second(),
-        "prefill_seconds": generation.prefill_seconds,
-        "peak_bytes": peak_bytes,
-        "stopped_by": match generation.stop {
-            StopReason::EndToken => "end_token",
-            StopReason::Length => "length",
-            StopReason::Callback => "callback",
-        },
-    });
-    outln!("{result}");
+    if !stream {
+        for (i, result) in results.iter().enumerate() {
+            outln!("[{}] {}", i + 1, result.text);
+        }
+    }
+    note!(
+        "{} tokens, {:.1} tokens/s, prompt of {longest} in {}, {} planned",
+        generations.iter().map(|g| g.new_ids.len()).sum::<usize>(),
+        tokens_per_second(&generations),
+        units::seconds(generations[0].prefill_seconds),
+        units::bytes(peak_bytes)
+    );
     Ok(())
 }
 
-fn prompt_ids(args: &GenerateArgs, model: &ModelSource) -> Result<Vec<u32>, Stop> {
+/// Decoded tokens a second, of all sequences together.
+fn tokens_per_second(generations: &[Generation]) -> f64 {
+    generations.iter().map(Generation::tokens_per_second).sum()
+}
+
+/// One prompt and what followed it.
+struct Continued<'a> {
+    prompt: &'a [u32],
+    generation: &'a Generation,
+    /// Ended by one of the strings of `--stop`.
+    stopped: bool,
+    /// Up to that string.
+    text: String,
+}
+
+impl Continued<'_> {
+    fn json(&self, model: &ModelSource, peak_bytes: u64) -> serde_json::Value {
+        let generation = self.generation;
+        let ids: Vec<u32> = self.prompt.iter().chain(&generation.new_ids).copied().collect();
+        json!({
+            "ids": ids,
+            "text": self.text,
+            "full_text": model.tokenizer.decode(self.prompt, true) + &self.text,
+            "new_tokens": generation.new_ids.len(),
+            "tokens_per_second": generation.tokens_per_second(),
+            "prefill_seconds": generation.prefill_seconds,
+            "peak_bytes": peak_bytes,
+            "stopped_by": match generation.stop {
+                _ if self.stopped => "stop_string",
+                StopReason::EndToken => "end_token",
+                StopReason::Length => "length",
+                StopReason::Callback => "callback",
+            },
+        })
+    }
+}
+
+fn prompt_ids(args: &GenerateArgs, model: &ModelSource) -> Result<Vec<Vec<u32>>, Stop> {
     if !args.prompt_ids.is_empty() {
-        return Ok(args.prompt_ids.clone());
+        return Ok(vec![args.prompt_ids.clone()]);
     }
-    let Some(prompt) = &args.prompt else {
+    if args.prompt.is_empty() {
         return Err(Stop::Input("give --prompt TEXT or --prompt-ids 5,17,9".into()));
-    };
-    if args.chat {
-        let message = plimsoll_text::Message::user(prompt);
-        let text = model.template.template.render(&[message], true).map_err(Stop::input)?;
-        return model.tokenizer.encode(&text, false).map_err(Stop::input);
     }
-    model.tokenizer.encode(prompt, true).map_err(Stop::input)
+    let ids = |prompt: &String| {
+        if args.chat {
+            let message = plimsoll_text::Message::user(prompt);
+            let text = model.template.template.render(&[message], true).map_err(Stop::input)?;
+            return model.tokenizer.encode(&text, false).map_err(Stop::input);
+        }
+        model.tokenizer.encode(prompt, true).map_err(Stop::input)
+    };
+    args.prompt.iter().map(ids).collect()
 }
 
 /// A model in its slab, ready to generate.
@@ -168,7 +242,12 @@ impl Loaded {
     ///
     /// # Errors
     /// The model has no weights or does not fit.
-    pub fn new(weights: &Weights, context: usize, args: &SamplingArgs) -> Result<Loaded, Stop> {
+    pub fn new(
+        weights: &Weights,
+        batch: usize,
+        context: usize,
+        args: &SamplingArgs,
+    ) -> Result<Loaded, Stop> {
         let model = &weights.model;
         let most = model.arch.max_position_embeddings;
         if !(1..=most).contains(&context) {
@@ -180,7 +259,7 @@ impl Loaded {
         let kind = DeviceArg::resolve(args.device);
         let target = kind.target();
         let precision = args.precision.unwrap_or(kind.default_precision());
-        let recipe = weights.recipe(Recipe::infer(precision.dtype(), 1, context));
+        let recipe = weights.recipe(Recipe::infer(precision.dtype(), batch, context));
         let plan = InferPlan::new(&model.arch, &recipe, &*target).map_err(Stop::input)?;
         let limit = kind.memory_bytes()?;
         if plan.slab_bytes() > limit {
