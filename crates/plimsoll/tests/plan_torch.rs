@@ -54,6 +54,9 @@ fn the_fields_of_a_plan() {
 fn what_does_not_fit_exits_with_3_and_says_what_to_change() {
     let args = [&LLAMA[..], &["--bf16", "--batch", "8", "--gpu", "a100-80"]].concat();
     refused(&args, 3, "runs out of memory at");
+    let small = ["--bf16", "--gpu", "rtx-4090"];
+    refused(&[&LLAMA[..], &small].concat(), 3, "--method qlora");
+    refused(&[&LLAMA[..], &["--memory", "1GiB"]].concat(), 3, "nothing fits");
     let lora = ["--method", "lora", "--batch", "64", "--gpu", "h100", "--bf16"];
     refused(&[&LLAMA[..], &lora].concat(), 3, "--gradient-checkpointing --liger fits batch");
 }

@@ -2,10 +2,11 @@
 
 use plimsoll_arch::Architecture;
 use plimsoll_plan::gpu;
+use plimsoll_program::Projection;
 use plimsoll_report::{Timeline, TimelineOp};
 use plimsoll_torch::{
-    AllocatorConfig, Checkpointing, Config, CudaDevice, Liger, Method, Optim, Room, TorchRecipe,
-    TorchReport, plan,
+    AllocatorConfig, Bnb4bit, Checkpointing, Config, CudaDevice, Liger, Lora, Method, Optim, Room,
+    TorchRecipe, TorchReport, plan,
 };
 use serde_json::Value;
 
@@ -170,10 +171,15 @@ fn must_fit(
         units::bytes(report.reserved_after_release_bytes + report.overhead_bytes),
         units::bytes(memory)
     );
+    let mut nothing = true;
     for (name, changed) in levers(recipe) {
         if let Some((batch, used)) = largest_batch(arch, &changed, allocator, room) {
+            nothing = false;
             text.push_str(&format!("\n  {name} fits batch {batch} ({})", units::bytes(used)));
         }
+    }
+    if nothing {
+        text.push_str("\n  nothing fits: use a smaller model, a shorter --seq or more memory");
     }
     Err(Stop::DoesNotFit(text))
 }
@@ -201,6 +207,26 @@ fn levers(recipe: &TorchRecipe) -> Vec<(&'static str, TorchRecipe)> {
             "--optim adamw_8bit --gradient-checkpointing --liger",
             TorchRecipe {
                 optim: Optim::AdamW8bit,
+                gradient_checkpointing: Some(Checkpointing { use_reentrant: false }),
+                liger: Liger::ALL,
+                ..recipe.clone()
+            },
+        ));
+    }
+    if trains && recipe.quant.is_none() && recipe.zero.is_none() && recipe.fsdp.is_none() {
+        let all = Projection::ALL.map(|p| p.name().to_owned()).to_vec();
+        let lora = Lora {
+            r: 16,
+            target_modules: all,
+            lora_dropout: false,
+            float32: true,
+            modules_to_save: Vec::new(),
+        };
+        levers.push((
+            "--method qlora --gradient-checkpointing --liger",
+            TorchRecipe {
+                method: Method::Lora(lora),
+                quant: Some(Bnb4bit { double_quant: true, prepare: false }),
                 gradient_checkpointing: Some(Checkpointing { use_reentrant: false }),
                 liger: Liger::ALL,
                 ..recipe.clone()
