@@ -31,7 +31,7 @@ fn main() {
     let (mut group, session) = Mpi::start().expect("mpirun started this");
     let (rank, ranks) = (group.rank(), group.ranks());
     // The last is longer than what travels at a time.
-    for elements in [1, 7, 4096, 5 << 20] {
+    for elements in [1, 7, 4096, (4 << 20) + 99] {
         let found = collectives(&mut group, elements);
         let expected = std::thread::scope(|scope| {
             let all: Vec<_> = threads(ranks)
