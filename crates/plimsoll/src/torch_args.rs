@@ -8,7 +8,9 @@ use plimsoll_torch::{
 };
 
 use crate::exit::Stop;
-use crate::recipe_args::{MethodArg, OptimizerArg, Precision as Dtype, QuantArg, RecipeArgs};
+use crate::recipe_args::{
+    MethodArg, OffloadArg, OptimizerArg, Precision as Dtype, QuantArg, RecipeArgs,
+};
 
 /// Whose run is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -25,17 +27,6 @@ pub enum AttentionArg {
     #[value(name = "flash_attention_2", alias = "flash-attention-2", alias = "flash")]
     FlashAttention2,
     Eager,
-}
-
-/// What is kept in host memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum TorchOffload {
-    None,
-    /// `offload_optimizer`: masters and state of the optimizer.
-    Optimizer,
-    /// `offload_optimizer` and `offload_param` (ZeRO 3), or FSDP's `CPUOffloadPolicy`.
-    #[value(name = "optimizer+weights", alias = "optimizer+params")]
-    OptimizerWeights,
 }
 
 /// How the run is divided, from whichever options say it.
@@ -88,27 +79,18 @@ pub struct TorchArgs {
     /// `torch.compile`.
     #[arg(long)]
     pub compile: bool,
-    /// Stage of DeepSpeed's ZeRO.
-    #[arg(long, value_parser = clap::value_parser!(u8).range(0..=3))]
-    pub zero: Option<u8>,
-    /// FSDP2 on each layer and on the root.
-    #[arg(long, conflicts_with = "zero")]
+    /// FSDP2 on each layer and on the root; --zero is DeepSpeed's.
+    #[arg(long)]
     pub fsdp: bool,
     /// FSDP: keep layers gathered between forward and backward.
     #[arg(long)]
     pub no_reshard_after_forward: bool,
-    /// What is kept in host memory.
-    #[arg(long, value_enum)]
-    pub offload: Option<TorchOffload>,
     /// ZeRO: elements of `reduce_bucket_size` [default: 500000000]
     #[arg(long)]
     pub reduce_bucket_size: Option<u64>,
     /// ZeRO 3: the model was built inside `zero.Init`.
     #[arg(long)]
     pub zero_init: bool,
-    /// Ranks of data parallelism.
-    #[arg(long)]
-    pub gpus: Option<u64>,
     /// `prepare_model_for_kbit_training`: what is not quantized goes to float32.
     #[arg(long)]
     pub prepare_kbit: bool,
@@ -147,13 +129,10 @@ impl TorchArgs {
             ("--attn", self.attn.is_some()),
             ("--padded", self.padded),
             ("--compile", self.compile),
-            ("--zero", self.zero.is_some()),
             ("--fsdp", self.fsdp),
             ("--no-reshard-after-forward", self.no_reshard_after_forward),
-            ("--offload", self.offload.is_some()),
             ("--reduce-bucket-size", self.reduce_bucket_size.is_some()),
             ("--zero-init", self.zero_init),
-            ("--gpus", self.gpus.is_some()),
             ("--prepare-kbit", self.prepare_kbit),
             ("--expandable-segments", self.expandable_segments),
             ("--roundup-power2-divisions", self.roundup_power2_divisions.is_some()),
@@ -165,13 +144,25 @@ impl TorchArgs {
         given.into_iter().find(|g| g.1).map(|g| g.0)
     }
 
-    fn division(&self) -> Division {
-        let offload = match self.offload {
-            None | Some(TorchOffload::None) => None,
-            Some(TorchOffload::Optimizer) => Some((true, false)),
-            Some(TorchOffload::OptimizerWeights) => Some((true, true)),
+    /// What the common options say; 1 and 0 are not said.
+    fn division(common: &RecipeArgs) -> Result<Division, Stop> {
+        let offload = match common.offload {
+            OffloadArg::None => None,
+            OffloadArg::Optimizer => Some((true, false)),
+            OffloadArg::OptimizerWeights => Some((true, true)),
+            OffloadArg::OptimizerActivations => {
+                return Err(Stop::Input(
+                    "--offload optimizer+activations: this stack keeps block inputs on the \
+                     device: give optimizer or optimizer+weights"
+                        .into(),
+                ));
+            }
         };
-        Division { ranks: self.gpus, stage: self.zero, offload }
+        Ok(Division {
+            ranks: (common.gpus > 1).then_some(common.gpus as u64),
+            stage: (common.zero > 0).then_some(common.zero),
+            offload,
+        })
     }
 
     /// What a configuration file says, then what the command line says.
@@ -235,7 +226,7 @@ impl TorchArgs {
         }
         recipe.padded |= self.padded;
         recipe.compile |= self.compile;
-        let division = self.division();
+        let division = Self::division(common)?;
         recipe.gpus = division.ranks.unwrap_or(recipe.gpus);
         self.sharding(&mut recipe, division)?;
         if self.prepare_kbit {
@@ -300,7 +291,7 @@ impl TorchArgs {
         common: &RecipeArgs,
         from_file: bool,
     ) -> Result<(), Stop> {
-        let sharded_half = self.division().stage.is_some() || recipe.zero.is_some();
+        let sharded_half = Self::division(common)?.stage.is_some() || recipe.zero.is_some();
         let float32 = self.weights_dtype == Some(Dtype::F32);
         if self.bf16 || self.fp16 || self.autocast {
             let weights16 = match self.weights_dtype {
@@ -334,6 +325,9 @@ impl TorchArgs {
     }
 
     fn sharding(&self, recipe: &mut TorchRecipe, division: Division) -> Result<(), Stop> {
+        if self.fsdp && division.stage.is_some() {
+            return Err(Stop::Input("--fsdp and --zero are two engines: give one of them".into()));
+        }
         if let Some(stage) = division.stage {
             recipe.zero = Some(Zero::stage(stage));
         }

@@ -104,6 +104,7 @@ fn timeline(report: &TorchReport, title: String) -> Timeline {
         title,
         classes: step.classes.iter().map(|c| c.replace('_', " ")).collect(),
         ops: step.ops.iter().map(op).collect(),
+        ..Timeline::default()
     }
 }
 

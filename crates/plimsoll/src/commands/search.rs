@@ -296,7 +296,11 @@ fn table(
 fn command_line(args: &PlanArgs, candidate: &Candidate, places: &[Place]) -> String {
     let recipe = &candidate.recipe;
     let mut words = vec![
-        format!("plimsoll plan --model {} --gpu {}", args.model.as_deref().unwrap_or_default(), places[candidate.device].name),
+        format!(
+            "plimsoll plan --model {} --gpu {}",
+            args.model.as_deref().unwrap_or_default(),
+            places[candidate.device].name
+        ),
         format!("--method {} --batch {}", method_name(recipe), recipe.batch),
         format!("--seq {} --recompute {}", recipe.seq, recipe.recompute),
     ];
