@@ -16,6 +16,9 @@ fn collectives(group: &mut dyn Communicator, elements: usize) -> Vec<Vec<u8>> {
     group.all_reduce(bytemuck::cast_slice_mut(&mut y), DType::Bf16).expect("sums");
     group.reduce_scatter(bytemuck::cast_slice_mut(&mut z), DType::F32).expect("parts of sums");
     group.all_gather(bytemuck::cast_slice_mut(&mut z)).expect("all parts");
+    // One element, of which some ranks have no share.
+    let mut one = [rank as f32 + 0.25];
+    group.all_reduce(bytemuck::cast_slice_mut(&mut one), DType::F32).expect("a sum");
     let mut root = vec![rank as u8; elements];
     group.broadcast(&mut root, ranks - 1).expect("the last rank's");
     group.barrier().expect("all ranks");
@@ -23,6 +26,7 @@ fn collectives(group: &mut dyn Communicator, elements: usize) -> Vec<Vec<u8>> {
         bytemuck::cast_slice(&x).to_vec(),
         bytemuck::cast_slice(&y).to_vec(),
         bytemuck::cast_slice(&z).to_vec(),
+        bytemuck::cast_slice(&one).to_vec(),
         root,
     ]
 }

@@ -69,18 +69,19 @@ impl Mpi {
     fn reduce_shares(&self, data: &mut [u8], dtype: DType, share: impl Fn(usize) -> Range<usize>) {
         let (rank, ranks) = (self.rank(), self.ranks());
         for pieces in self.pieces(share) {
-            let sent: Vec<u8> =
-                pieces.iter().flat_map(|p| data[p.clone()].iter().copied()).collect();
+            // Never empty: the address of an empty vector is `MPI_IN_PLACE`.
+            let mut sent = Vec::with_capacity(pieces.iter().map(Range::len).sum::<usize>() + 1);
+            pieces.iter().for_each(|p| sent.extend_from_slice(&data[p.clone()]));
             let (counts, places) = layout(pieces.iter().map(Range::len));
             let own = pieces[rank].len();
-            let mut arrived = vec![0u8; own * ranks];
+            let mut arrived = vec![0u8; own * ranks + 1];
             let (own_counts, own_places) = layout(std::iter::repeat_n(own, ranks));
             self.world.all_to_all_varcount_into(
                 &Partition::new(&sent[..], &counts[..], &places[..]),
                 &mut PartitionMut::new(&mut arrived[..], &own_counts[..], &own_places[..]),
             );
             if own > 0 {
-                let parts: Vec<&[u8]> = arrived.chunks(own).collect();
+                let parts: Vec<&[u8]> = arrived.chunks_exact(own).take(ranks).collect();
                 sum(&mut data[pieces[rank].clone()], &parts, dtype);
             }
         }
@@ -90,7 +91,7 @@ impl Mpi {
         let rank = self.rank();
         for pieces in self.pieces(share) {
             let (counts, places) = layout(pieces.iter().map(Range::len));
-            let mut arrived = vec![0u8; pieces.iter().map(Range::len).sum()];
+            let mut arrived = vec![0u8; pieces.iter().map(Range::len).sum::<usize>() + 1];
             self.world.all_gather_varcount_into(
                 &data[pieces[rank].clone()],
                 &mut PartitionMut::new(&mut arrived[..], &counts[..], &places[..]),
