@@ -214,7 +214,7 @@ fn whole_model(model: &str, layers: usize, recipe: &Recipe) {
         1.0 / step,
         1.0 / host,
         weights as f64 * 1e-9,
-        token.device.slab_bytes() as f64 * 1e-9,
+        token.device.slabs().device as f64 * 1e-9,
         taken.total as f64 * 1e-9,
     );
 }
