@@ -219,7 +219,8 @@ pub fn plan_report(
     }
     // On the CPU both slabs are in one memory.
     let beside = if device.kind == DeviceKind::Cpu { layout.host_bytes } else { 0 };
-    let needed = layout.slab_bytes + device.overhead_bytes + beside;
+    let overhead = device.overhead_beside(layout.host_bytes);
+    let needed = layout.slab_bytes + overhead + beside;
     let communication = device
         .peers
         .as_ref()
@@ -231,7 +232,7 @@ pub fn plan_report(
         trainable_parameters: trainable,
         peak_bytes: layout.slab_bytes,
         lower_bound_bytes: layout.lower_bound,
-        overhead_bytes: device.overhead_bytes,
+        overhead_bytes: overhead,
         host_bytes: layout.host_bytes,
         by_class: by_class.into_iter().map(|(c, b)| (c.name().to_owned(), b.into())).collect(),
         peak_at: if program.ops.is_empty() {

@@ -245,7 +245,21 @@ pub enum ProfileError {
     Field { path: PathBuf, field: String, what: String },
 }
 
+/// What page-locked host memory costs on the device: page tables of the mapping, in
+/// thousandths of its bytes, and the streams and events of the copy lanes. Measured on an
+/// H200 (driver 580): 15 MB beside 1.2 GB, 113 to 116 beside 30 GB, 151 beside 46 GB.
+const MAPPED_PER_MILLE: u64 = 3;
+const COPY_LANES_BYTES: u64 = 12_000_000;
+
 impl DeviceProfile {
+    /// What the driver takes outside of the slab where so much host memory is page-locked.
+    pub fn overhead_beside(&self, host_bytes: u64) -> u64 {
+        if self.kind == DeviceKind::Cpu || host_bytes == 0 {
+            return self.overhead_bytes;
+        }
+        self.overhead_bytes + COPY_LANES_BYTES + host_bytes / 1000 * MAPPED_PER_MILLE
+    }
+
     /// Reads a profile.
     ///
     /// # Errors

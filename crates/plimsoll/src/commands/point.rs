@@ -178,7 +178,8 @@ impl PlannedPoint {
 
     /// Slab and what the driver takes beside it.
     pub fn bytes(&self) -> u64 {
-        self.kind.slab_bytes(self.plan.slabs()) + self.planner.device.overhead_bytes
+        let slabs = self.plan.slabs();
+        self.kind.slab_bytes(slabs) + self.planner.device.overhead_beside(slabs.host)
     }
 
     fn memory_limit(&self) -> u64 {
