@@ -226,6 +226,26 @@ impl ModelSource {
         self.checkpoint.as_ref().and_then(quant_of)
     }
 
+    /// Says which matrices of a checkpoint in four bits are not in four bits there
+    /// (bitsandbytes' `llm_int8_skip_modules`): they will be, like their neighbours.
+    pub fn note_what_is_quantized_too(&self) {
+        let Some(checkpoint) = self.checkpoint.as_ref().filter(|c| quant_of(c).is_some()) else {
+            return;
+        };
+        let dense: Vec<&str> = checkpoint
+            .tensor_names()
+            .filter(|name| name.ends_with("_proj.weight") && checkpoint.format_4bit(name).is_none())
+            .collect();
+        if let Some(first) = dense.first() {
+            note!(
+                "warning: {} matrices of {} are not in four bits there ({first}, ...): they are \
+                 quantized as they are loaded",
+                dense.len(),
+                checkpoint.path().display()
+            );
+        }
+    }
+
     /// Weights to run with, or the reason why there are none.
     ///
     /// # Errors

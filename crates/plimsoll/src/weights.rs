@@ -43,6 +43,9 @@ impl Weights {
             None => None,
         };
         let quant = args.quant.quant(None, model.stored_quant())?;
+        if quant.is_some() {
+            model.note_what_is_quantized_too();
+        }
         Ok(Weights { model, adapter, quant })
     }
 

@@ -95,3 +95,52 @@ fn the_head_is_a_choice() {
     };
     assert_eq!((count("", "without"), count("--quant-head", "with")), (14, 15));
 }
+
+#[test]
+fn matrices_that_a_checkpoint_left_dense_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = nano(dir.path());
+    let out = dir.path().join("nf4");
+    let run = || {
+        let line = format!(
+            "generate --model {} --prompt-ids 5,6,7 --max-new-tokens 4 --greedy --format json",
+            out.display()
+        );
+        plimsoll(&line).ok()
+    };
+    quantize(&model, &out, "--quant nf4").ok();
+    let plain = run();
+    assert!(!plain.stderr.contains("not in four bits"), "{plain:?}");
+
+    // One module as it was before.
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let (dense, dense_data) = safetensors_parts(&nano_weights(&nano_config()));
+    let file = out.join("model.safetensors");
+    let bytes = std::fs::read(&file).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let mut header: serde_json::Map<String, Value> =
+        serde_json::from_slice(&bytes[8..start]).unwrap();
+    header.retain(|key, _| !key.starts_with(name));
+    let mut data = bytes[start..].to_vec();
+    let range: Vec<usize> = serde_json::from_value(dense[name]["data_offsets"].clone()).unwrap();
+    let mut entry = dense[name].clone();
+    // What the module took is left as a gap that nothing names; so all data is written anew.
+    let mut packed = Vec::new();
+    for value in header.values_mut().filter(|v| v.get("data_offsets").is_some()) {
+        let old: Vec<usize> = serde_json::from_value(value["data_offsets"].clone()).unwrap();
+        let first = packed.len();
+        packed.extend_from_slice(&data[old[0]..old[1]]);
+        value["data_offsets"] = json!([first, packed.len()]);
+    }
+    data = packed;
+    entry["data_offsets"] = json!([data.len(), data.len() + range[1] - range[0]]);
+    data.extend_from_slice(&dense_data[range[0]..range[1]]);
+    header.insert(name.into(), entry);
+    std::fs::write(&file, safetensors(&Value::Object(header).to_string(), &data)).unwrap();
+
+    let mixed = run();
+    assert!(mixed.stderr.contains("1 matrices"), "{mixed:?}");
+    assert!(mixed.stderr.contains(name), "{mixed:?}");
+    // Quantized from the same values, it is the same model.
+    assert_eq!(plain.json()["ids"], mixed.json()["ids"]);
+}

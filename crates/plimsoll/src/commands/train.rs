@@ -98,6 +98,9 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let kind = DeviceArg::resolve(args.device);
     let stored = model.stored_quant();
     let mut recipe = args.recipe.recipe(&model.arch, stored, kind.default_precision())?;
+    if recipe.quant.is_some() {
+        model.note_what_is_quantized_too();
+    }
     recipe.sharding.ranks = team.ranks();
     recipe.check(&model.arch).map_err(Stop::input)?;
     let planner =
