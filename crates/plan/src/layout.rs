@@ -186,10 +186,9 @@ fn place(blocks: &[Block], ops: usize) -> (Vec<u64>, u64) {
     let bound = bound(blocks, ops);
     let mut best: Option<(Vec<u64>, u64)> = None;
     for order in Order::ALL {
-        let (offsets, height) = place_in_order(blocks, order);
-        if best.as_ref().is_none_or(|(_, h)| height < *h) {
-            best = Some((offsets, height));
-        }
+        let lowest = best.as_ref().map_or(u64::MAX, |(_, height)| *height);
+        let Some((offsets, height)) = place_in_order(blocks, order, lowest) else { continue };
+        best = Some((offsets, height));
         if height <= bound + bound / 500 {
             break;
         }
@@ -239,8 +238,8 @@ impl Order {
 }
 
 /// Gives each block the lowest gap, among those of blocks alive at the same
-/// time, that wastes least.
-fn place_in_order(blocks: &[Block], order: Order) -> (Vec<u64>, u64) {
+/// time, that wastes least. None as soon as it is as high as `lowest`.
+fn place_in_order(blocks: &[Block], order: Order, lowest: u64) -> Option<(Vec<u64>, u64)> {
     let mut sequence: Vec<usize> = (0..blocks.len()).collect();
     sequence.sort_by_key(|&i| (std::cmp::Reverse(order.key(&blocks[i])), i));
     let mut offsets = vec![0u64; blocks.len()];
@@ -270,8 +269,11 @@ fn place_in_order(blocks: &[Block], order: Order) -> (Vec<u64>, u64) {
         placed.insert((offset, end, block.life));
         offsets[i] = offset;
         height = height.max(end);
+        if height >= lowest {
+            return None;
+        }
     }
-    (offsets, height)
+    Some((offsets, height))
 }
 
 /// Offset, end and life of a block that has its place.
