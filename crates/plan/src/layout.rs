@@ -186,10 +186,9 @@ fn place(blocks: &[Block], ops: usize) -> (Vec<u64>, u64) {
     let bound = bound(blocks, ops);
     let mut best: Option<(Vec<u64>, u64)> = None;
     for order in Order::ALL {
-        let (offsets, height) = place_in_order(blocks, order);
-        if best.as_ref().is_none_or(|(_, h)| height < *h) {
-            best = Some((offsets, height));
-        }
+        let lowest = best.as_ref().map_or(u64::MAX, |(_, height)| *height);
+        let Some((offsets, height)) = place_in_order(blocks, order, lowest) else { continue };
+        best = Some((offsets, height));
         if height <= bound + bound / 500 {
             break;
         }
@@ -239,19 +238,18 @@ impl Order {
 }
 
 /// Gives each block the lowest gap, among those of blocks alive at the same
-/// time, that wastes least.
-fn place_in_order(blocks: &[Block], order: Order) -> (Vec<u64>, u64) {
+/// time, that wastes least. None as soon as it is as high as `lowest`.
+fn place_in_order(blocks: &[Block], order: Order, lowest: u64) -> Option<(Vec<u64>, u64)> {
     let mut sequence: Vec<usize> = (0..blocks.len()).collect();
     sequence.sort_by_key(|&i| (std::cmp::Reverse(order.key(&blocks[i])), i));
     let mut offsets = vec![0u64; blocks.len()];
     let mut height = 0;
-    // (offset, end, life) of placed blocks, by offset.
-    let mut placed: Vec<(u64, u64, Lifetime)> = Vec::with_capacity(blocks.len());
+    let mut placed = Placed::new(blocks);
     for i in sequence {
         let block = &blocks[i];
         let mut floor = 0;
         let mut best: Option<(u64, u64)> = None; // (waste, offset)
-        for &(offset, end, life) in &placed {
+        for &(offset, end, life) in placed.near(block.life) {
             if !life.overlaps(block.life) {
                 continue;
             }
@@ -268,12 +266,53 @@ fn place_in_order(blocks: &[Block], order: Order) -> (Vec<u64>, u64) {
         }
         let offset = best.map_or(floor, |(_, offset)| offset);
         let end = offset + block.bytes;
-        let at = placed.partition_point(|p| p.0 <= offset);
-        placed.insert(at, (offset, end, block.life));
+        placed.insert((offset, end, block.life));
         offsets[i] = offset;
         height = height.max(end);
+        if height >= lowest {
+            return None;
+        }
     }
-    (offsets, height)
+    Some((offsets, height))
+}
+
+/// Offset, end and life of a block that has its place.
+type Place = (u64, u64, Lifetime);
+
+/// Placed blocks, by offset: all of them, and those alive in each window of the
+/// program. Most blocks live for a few ops, and need not look at the others.
+struct Placed {
+    all: Vec<Place>,
+    /// Of each part of the program those alive in it or in the next part.
+    windows: Vec<Vec<Place>>,
+    /// Ops in a part.
+    part: usize,
+}
+
+/// Parts of a program.
+const PARTS: usize = 32;
+
+impl Placed {
+    fn new(blocks: &[Block]) -> Placed {
+        let ops = blocks.iter().map(|b| b.life.last + 1).max().unwrap_or(0);
+        let part = ops.div_ceil(PARTS).max(1);
+        Placed { all: Vec::new(), windows: vec![Vec::new(); PARTS], part }
+    }
+
+    /// Everything that may be alive together with a block, by offset.
+    fn near(&self, life: Lifetime) -> &[Place] {
+        let (first, last) = (life.first / self.part, life.last / self.part);
+        if last <= first + 1 { &self.windows[first] } else { &self.all }
+    }
+
+    fn insert(&mut self, place: Place) {
+        let (first, last) = (place.2.first / self.part, place.2.last / self.part);
+        let windows = &mut self.windows[first.saturating_sub(1)..=last];
+        for list in windows.iter_mut().chain([&mut self.all]) {
+            let at = list.partition_point(|p| p.0 <= place.0);
+            list.insert(at, place);
+        }
+    }
 }
 
 impl Layout {

@@ -3,11 +3,12 @@
 use std::collections::{BTreeMap, HashSet};
 
 use plimsoll_arch::Architecture;
-use plimsoll_program::{Class, Home, Lane, Method, OpKind, Program, Recipe};
+use plimsoll_program::{Class, Home, Lane, Method, OpKind, Program, Recipe, Tensor};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::{DeviceKind, DeviceProfile, Layout, Peers, Schedule, schedule};
+use crate::schedule::schedule_with;
+use crate::{DeviceKind, DeviceProfile, Layout, Peers, Schedule, Waits};
 
 /// A tensor that is alive at the peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -176,6 +177,8 @@ fn lane_seconds(schedule: &Schedule) -> Map<String, Value> {
 }
 
 /// Puts a plan into words and numbers; `document_tokens` as in [`schedule`].
+///
+/// [`schedule`]: crate::schedule
 pub fn plan_report(
     arch: &Architecture,
     recipe: &Recipe,
@@ -185,19 +188,43 @@ pub fn plan_report(
     memory_bytes: Option<u64>,
     document_tokens: Option<f64>,
 ) -> PlanReport {
-    let schedule = schedule(program, layout, device, document_tokens);
+    let place = ReportFor { device, memory_bytes };
+    let mut reports = plan_reports(arch, recipe, program, layout, &[place], document_tokens);
+    reports.pop().expect("one report for one device")
+}
+
+/// A device that a plan is for.
+#[derive(Clone, Copy, Debug)]
+pub struct ReportFor<'a> {
+    pub device: &'a DeviceProfile,
+    /// What slab and overhead must fit in, where that is asked.
+    pub memory_bytes: Option<u64>,
+}
+
+/// Of one layout a report for each device, in their order: what does not depend on
+/// how fast a device is, is worked out once. As [`plan_report`].
+pub fn plan_reports(
+    arch: &Architecture,
+    recipe: &Recipe,
+    program: &Program,
+    layout: &Layout,
+    places: &[ReportFor<'_>],
+    document_tokens: Option<f64>,
+) -> Vec<PlanReport> {
+    let waits = Waits::new(program, layout);
     let mut by_class: BTreeMap<Class, u64> = BTreeMap::new();
-    let mut largest: Vec<Live> = Vec::new();
+    let mut largest: Vec<&Tensor> = Vec::new();
     for (tensor, life) in program.tensors.iter().zip(&layout.lifetimes) {
         let alive = life.is_some_and(|l| (l.first..=l.last).contains(&layout.peak_op));
         if (alive || tensor.resident) && tensor.home == Home::Device {
             *by_class.entry(tensor.class).or_default() += tensor.bytes();
-            let (name, class, bytes) = (tensor.name.clone(), tensor.class, tensor.bytes());
-            largest.push(Live { name, class, bytes });
+            largest.push(tensor);
         }
     }
-    largest.sort_by_key(|l| std::cmp::Reverse(l.bytes));
+    largest.sort_by_key(|tensor| std::cmp::Reverse(tensor.bytes()));
     largest.truncate(12);
+    let live = |t: &&Tensor| Live { name: t.name.clone(), class: t.class, bytes: t.bytes() };
+    let largest = largest.iter().map(live).collect();
     let tokens = (recipe.batch * recipe.accumulate * recipe.sharding.ranks) as f64
         * if recipe.method == Method::Infer { 1.0 } else { recipe.seq as f64 };
     let parameters = arch.parameters() as u64;
@@ -217,22 +244,12 @@ pub fn plan_report(
             trainable += program.tensor(param.tensor).elements() as u64;
         }
     }
-    // On the CPU both slabs are in one memory.
-    let beside = if device.kind == DeviceKind::Cpu { layout.host_bytes } else { 0 };
-    let overhead = device.overhead_beside(layout.host_bytes);
-    let needed = layout.slab_bytes + overhead + beside;
-    let communication = device
-        .peers
-        .as_ref()
-        .filter(|_| recipe.sharding.ranks > 1)
-        .map(|peers| communication(recipe, program, peers, &schedule));
-    PlanReport {
+    let common = PlanReport {
         model: arch.name.clone(),
         parameters,
         trainable_parameters: trainable,
         peak_bytes: layout.slab_bytes,
         lower_bound_bytes: layout.lower_bound,
-        overhead_bytes: overhead,
         host_bytes: layout.host_bytes,
         by_class: by_class.into_iter().map(|(c, b)| (c.name().to_owned(), b.into())).collect(),
         peak_at: if program.ops.is_empty() {
@@ -240,22 +257,35 @@ pub fn plan_report(
         } else {
             program.op_name(layout.peak_op)
         },
-        fits: memory_bytes.map(|m| needed <= m),
-        free_bytes: memory_bytes.map(|m| m as i64 - needed as i64),
-        memory_bytes,
-        step_seconds: schedule.step_seconds,
-        tokens_per_second: tokens / schedule.step_seconds,
         flops_per_step: program.flops(),
-        bottleneck: schedule.bottleneck,
-        lane_seconds: lane_seconds(&schedule),
-        device: device.name.clone(),
-        device_source: device.source.clone(),
-        cost: None,
-        communication,
         fragmentation: layout.fragmentation(),
         tensors: program.tensors.len(),
         ops: program.ops.len(),
         largest,
         recipe: serde_json::to_value(recipe).unwrap_or(Value::Null),
-    }
+        ..PlanReport::default()
+    };
+    let report = |&ReportFor { device, memory_bytes }: &ReportFor<'_>| {
+        let schedule = schedule_with(program, &waits, device, document_tokens);
+        // On the CPU both slabs are in one memory.
+        let beside = if device.kind == DeviceKind::Cpu { layout.host_bytes } else { 0 };
+        let overhead = device.overhead_beside(layout.host_bytes);
+        let needed = layout.slab_bytes + overhead + beside;
+        let peers = device.peers.as_ref().filter(|_| recipe.sharding.ranks > 1);
+        PlanReport {
+            overhead_bytes: overhead,
+            fits: memory_bytes.map(|m| needed <= m),
+            free_bytes: memory_bytes.map(|m| m as i64 - needed as i64),
+            memory_bytes,
+            step_seconds: schedule.step_seconds,
+            tokens_per_second: tokens / schedule.step_seconds,
+            bottleneck: schedule.bottleneck,
+            lane_seconds: lane_seconds(&schedule),
+            device: device.name.clone(),
+            device_source: device.source.clone(),
+            communication: peers.map(|peers| communication(recipe, program, peers, &schedule)),
+            ..common.clone()
+        }
+    };
+    places.iter().map(report).collect()
 }

@@ -23,7 +23,9 @@ pub use device::{Device, DeviceError, LaunchTime, SlabSizes, Taken};
 pub use events::Waits;
 pub use guess::cpu_profile;
 pub use layout::{ALIGNMENT, Layout, LayoutError, Placement, lay_out, lay_out_together};
-pub use ledger::{Communication, Cost, Live, PlanReport, live_bytes, plan_report};
+pub use ledger::{
+    Communication, Cost, Live, PlanReport, ReportFor, live_bytes, plan_report, plan_reports,
+};
 pub use lifetime::{Lifetime, lifetimes};
 pub use peers::Peers;
 pub use profile::{

@@ -49,16 +49,25 @@ pub fn schedule(
     device: &DeviceProfile,
     document_tokens: Option<f64>,
 ) -> Schedule {
-    let waits = Waits::new(program, layout);
+    schedule_with(program, &Waits::new(program, layout), device, document_tokens)
+}
+
+/// [`schedule`] for waits that are known: they are the same on every device.
+pub(crate) fn schedule_with(
+    program: &Program,
+    waits: &Waits,
+    device: &DeviceProfile,
+    document_tokens: Option<f64>,
+) -> Schedule {
     let mut ops = Vec::with_capacity(program.ops.len());
     let mut step_seconds = 1e-6 * device.step_us;
     let (mut arithmetic_seconds, mut memory_seconds) = (0.0, 0.0);
     let mut lane_seconds = [0.0; Lane::ALL.len()];
     let mut exposed_seconds = 0.0;
     for section in &program.sections {
-        time_ops(program, section, &waits, device, document_tokens, &mut ops);
+        time_ops(program, section, waits, device, document_tokens, &mut ops);
         let repeat = section.repeat as f64;
-        step_seconds += repeat * overlap(section, &waits, &mut ops);
+        step_seconds += repeat * overlap(section, waits, &mut ops);
         exposed_seconds += repeat * exposed(&ops[section.ops.clone()]);
         for op in &ops[section.ops.clone()] {
             lane_seconds[op.lane.index()] += repeat * op.seconds;
@@ -102,8 +111,13 @@ fn time_ops(
     let peak =
         PerType { bf16: device.products.bf16.best_rate(), f32: device.products.f32.best_rate() };
     let mut at = section.ops.start;
+    // Ops up to it may share a launch with the one at hand; so may those between.
+    let mut apart = at;
     while at < section.ops.end {
-        let rest = &program.ops[at..waits.launch_end(program, at, section.ops.end)];
+        if at >= apart {
+            apart = waits.launch_end(program, at, section.ops.end);
+        }
+        let rest = &program.ops[at..apart];
         let (count, seconds) = device.launch_seconds(program, rest, document_tokens);
         let now = &rest[..count];
         let total: f64 = now.iter().map(|op| program.work(op).bytes).sum();

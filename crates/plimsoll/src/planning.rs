@@ -8,7 +8,8 @@ use plimsoll_cpu::CpuTarget;
 use plimsoll_cuda::{CudaTarget, device_info};
 use plimsoll_infer::InferPlan;
 use plimsoll_plan::{
-    DeviceKind, DeviceProfile, Layout, Peers, PlanReport, SlabSizes, gpu, live_bytes, plan_report,
+    DeviceKind, DeviceProfile, Layout, Peers, PlanReport, ReportFor, SlabSizes, gpu, live_bytes,
+    plan_report, plan_reports,
 };
 use plimsoll_program::{Class, Method, Offload, Program, Recipe, Recompute, RecomputePlan, Target};
 use plimsoll_report::{Timeline, TimelineOp};
@@ -120,7 +121,14 @@ impl Planner {
     /// # Errors
     /// The recipe is impossible for this model.
     pub fn plan(&self, arch: &Architecture, recipe: &Recipe) -> Result<Planned, Stop> {
-        let (program, layout) = match recipe.method {
+        let (program, layout) = self.lay_out(arch, recipe)?;
+        let (memory, documents) = (self.memory, self.document_tokens);
+        let report = plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
+        Ok(Planned { program, layout, report })
+    }
+
+    fn lay_out(&self, arch: &Architecture, recipe: &Recipe) -> Result<(Program, Layout), Stop> {
+        Ok(match recipe.method {
             Method::Full | Method::Lora => {
                 let plan = TrainPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?;
                 (plan.train, plan.train_layout)
@@ -128,10 +136,25 @@ impl Planner {
             Method::Infer => {
                 InferPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?.decode
             }
-        };
-        let (memory, documents) = (self.memory, self.document_tokens);
-        let report = plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
-        Ok(Planned { program, layout, report })
+        })
+    }
+
+    /// What a recipe takes on this device and on others of its kind, from one layout.
+    ///
+    /// # Errors
+    /// The recipe is impossible for this model.
+    pub fn reports(
+        &self,
+        others: &[&Planner],
+        arch: &Architecture,
+        recipe: &Recipe,
+    ) -> Result<Vec<PlanReport>, Stop> {
+        let (program, layout) = self.lay_out(arch, recipe)?;
+        let all = [self].into_iter().chain(others.iter().copied());
+        let places: Vec<ReportFor> =
+            all.map(|p| ReportFor { device: &p.device, memory_bytes: p.memory }).collect();
+        let documents = self.document_tokens;
+        Ok(plan_reports(arch, recipe, &program, &layout, &places, documents))
     }
 
     /// The recipe with the least recomputation that fits in memory: one level
@@ -285,18 +308,6 @@ pub struct Planned {
 }
 
 impl Planned {
-    /// The same layout on another device of the same kind.
-    pub fn report_for(
-        &self,
-        planner: &Planner,
-        arch: &Architecture,
-        recipe: &Recipe,
-    ) -> PlanReport {
-        let (memory, documents) = (planner.memory, planner.document_tokens);
-        let (program, layout) = (&self.program, &self.layout);
-        plan_report(arch, recipe, program, layout, &planner.device, memory, documents)
-    }
-
     /// What a device must reserve.
     pub fn slabs(&self) -> SlabSizes {
         self.layout.slabs()

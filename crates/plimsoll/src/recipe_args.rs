@@ -258,7 +258,8 @@ pub struct RecipeArgs {
     /// computation; costs least with --optimizer-in-backward.
     #[arg(long, value_enum, default_value = "none")]
     pub offload: OffloadArg,
-    /// Host memory that offload may take [default: the machine's, as it is now]
+    /// Host memory that offload may take [default: the machine's, as it is now; for a
+    /// plan no limit]
     #[arg(long, value_parser = crate::units::parse_bytes)]
     pub host_memory: Option<u64>,
     /// Rows of logits that exist at a time [default: as many as cost no memory]

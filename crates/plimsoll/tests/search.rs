@@ -68,6 +68,70 @@ fn what_is_given_is_not_searched() {
 }
 
 #[test]
+fn offload_is_searched_on_one_gpu() {
+    let options = "--gpu 4090 --method full --memory 620MiB --limit 10000";
+    let found = all(options);
+    let offload = |plan: &Value| plan["recipe"]["offload"].as_str().unwrap().to_owned();
+    assert!(found.iter().all(|plan| plan["gpu"] == "rtx-4090"));
+    assert!(found.iter().any(|plan| offload(plan) == "optimizer+weights"), "{}", found.len());
+    let host = |plan: &Value| plan["host_bytes"].as_u64().unwrap();
+    assert!(found.iter().all(|plan| (offload(plan) == "none") == (host(plan) == 0)));
+    let most = found.iter().map(host).max().unwrap();
+    assert!(most > 40 << 20, "{most}");
+    for plan in all(&format!("{options} --host-memory 20MiB")) {
+        assert!(host(&plan) <= 20 << 20);
+    }
+    for plan in all("--gpu 4090 --offload optimizer+weights --limit 5") {
+        assert_eq!(offload(&plan), "optimizer+weights");
+        assert_eq!(plan["recipe"]["method"], "full");
+    }
+    let none = all("--gpu 4090 --offload none --limit 10000");
+    assert!(none.iter().all(|plan| offload(plan) == "none"));
+}
+
+/// Tokens, time and money are those of all GPUs.
+#[test]
+fn zero_is_searched_on_several_gpus() {
+    let options = "--gpu 4090,3090,5090 --gpus 2 --nodes 2 --method full --samples 1000";
+    let found = all(&format!("{options} --limit 10000"));
+    for zero in 0..4 {
+        assert!(found.iter().any(|plan| plan["recipe"]["sharding"]["zero"] == zero), "{zero}");
+    }
+    for plan in &found {
+        assert_eq!(plan["recipe"]["sharding"]["ranks"], 4);
+        assert_eq!(plan["recipe"]["optimizer_in_backward"], false);
+        assert_eq!(plan["recipe"]["offload"], "none");
+        let figure = |name: &str| plan[name].as_f64().unwrap();
+        let batch = plan["recipe"]["batch"].as_f64().unwrap();
+        let rate = 4.0 * 512.0 * batch / figure("step_seconds");
+        assert!((figure("tokens_per_second") / rate - 1.0).abs() < 1e-9);
+        let usd = 4.0 * figure("price_usd_per_hour") * figure("run_seconds") / 3600.0;
+        assert!((figure("run_usd") / usd - 1.0).abs() < 1e-9);
+    }
+    for plan in all("--gpu h100 --gpus 4 --zero 2 --limit 5") {
+        assert_eq!(plan["recipe"]["sharding"]["zero"], 2);
+    }
+    // The command that the table names plans the same.
+    let ran = search(options).ok();
+    let line = ran.stdout.lines().find_map(|line| line.strip_prefix("the fastest: plimsoll "));
+    let plan = plimsoll(&format!("{} --format json", line.unwrap())).ok().json();
+    for figure in ["peak_bytes", "tokens_per_second", "overhead_bytes"] {
+        assert_eq!(plan[figure], found[0][figure], "{figure}");
+    }
+}
+
+#[test]
+fn offload_and_zero_are_first_levers() {
+    let given = "--method full --batch 1 --recompute block --optimizer adamw8bit";
+    let lever = |options: &str| search(&format!("--gpu 4090 {given} {options}"));
+    // In what is laid out the first lever is a change of what was given.
+    let ran = lever("--optimizer-in-backward --max-grad-norm 0 --offload none --memory 20MiB");
+    ran.fails(3, &["first lever"]);
+    lever("--gpus 4 --zero 0 --memory 20MiB").fails(3, &["ZeRO 0 over 4 GPUs", "first lever"]);
+    lever("--gpus 4 --offload optimizer").refused(&["offload", "zero"]);
+}
+
+#[test]
 fn nothing_fits_and_bad_questions() {
     search("--gpu rtx-4090 --memory 20MiB").fails(3, &["none of", "smallest", "first lever"]);
     search("").refused(&["--gpu"]);

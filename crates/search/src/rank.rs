@@ -2,7 +2,8 @@
 
 use plimsoll_plan::PlanReport;
 use plimsoll_program::{
-    AdamW8bit, Codebook, Lora, Method, Optimizer, Quant, Recipe, Recompute, RecomputePlan,
+    AdamW8bit, Codebook, Lora, Method, Offload, Optimizer, Quant, Recipe, Recompute, RecomputePlan,
+    Sharding,
 };
 
 /// One change of a recipe and what it brings.
@@ -42,19 +43,43 @@ pub fn first_lever(
         let optimizer = Optimizer::AdamW8bit(AdamW8bit::default());
         let change = "--optimizer adamw8bit".to_owned();
         changes.push((Price::Time, change, Recipe { optimizer, ..recipe.clone() }));
-        if recipe.accumulate == 1 {
+        if recipe.accumulate == 1 && recipe.sharding.ranks == 1 {
             let fused =
                 Recipe { optimizer_in_backward: true, max_grad_norm: None, ..recipe.clone() };
             let change = "--optimizer-in-backward --max-grad-norm 0".to_owned();
             changes.push((Price::Time, change, fused));
         }
-        let adapters = Recipe { method: Method::Lora, lora: Some(lora.clone()), ..recipe.clone() };
+        if recipe.sharding.ranks == 1 {
+            for offload in [Offload::Optimizer, Offload::OptimizerWeights] {
+                let change = format!("--offload {}", offload.name());
+                changes.push((Price::Time, change, Recipe { offload, ..recipe.clone() }));
+            }
+        }
+        let adapters = Recipe {
+            method: Method::Lora,
+            lora: Some(lora.clone()),
+            offload: Offload::None,
+            ..recipe.clone()
+        };
         changes.push((Price::Method, "--method lora".to_owned(), adapters));
+    }
+    if recipe.sharding.ranks > 1 {
+        for zero in recipe.sharding.zero + 1..=3 {
+            let sharding = Sharding { zero, ..recipe.sharding };
+            let change = format!("--zero {zero}");
+            changes.push((Price::Time, change, Recipe { sharding, ..recipe.clone() }));
+        }
     }
     if recipe.quant.is_none() && recipe.method != Method::Infer {
         let quant = Some(Quant { codebook: Codebook::Nf4, double: true, head: false });
         let adapters = recipe.lora.clone().or(Some(lora.clone()));
-        let four = Recipe { method: Method::Lora, lora: adapters, quant, ..recipe.clone() };
+        let four = Recipe {
+            method: Method::Lora,
+            lora: adapters,
+            quant,
+            offload: Offload::None,
+            ..recipe.clone()
+        };
         changes.push((Price::Method, "--method qlora".to_owned(), four));
     }
     if recipe.seq > 1 {
@@ -127,5 +152,22 @@ mod tests {
         assert_eq!(lever(750), "--recompute block");
         assert_eq!(lever(200), "--method qlora");
         assert_eq!(lever(1), "--method qlora");
+    }
+
+    #[test]
+    fn offload_and_zero_are_levers() {
+        let plan = |r: &Recipe| {
+            let saved = 300 * u64::from(r.sharding.zero) + if r.offload.state() { 500 } else { 0 };
+            let peak_bytes = 1000 - saved;
+            let tokens_per_second = 100.0 - saved as f64 / 100.0;
+            let fits = Some(peak_bytes <= 600);
+            Some(PlanReport { peak_bytes, fits, tokens_per_second, ..PlanReport::default() })
+        };
+        let one = Recipe::full(DType::Bf16, 1, 64);
+        let four =
+            Recipe { sharding: Sharding { ranks: 4, zero: 0, reduce: DType::Bf16 }, ..one.clone() };
+        let lever = |recipe| first_lever(recipe, &Lora::default(), plan).unwrap().change;
+        assert_eq!(lever(&one), "--offload optimizer");
+        assert_eq!(lever(&four), "--zero 2");
     }
 }

@@ -32,7 +32,8 @@ impl Candidate {
 pub struct Found {
     /// What fits, fastest first; of equals the smaller first.
     pub fitting: Vec<Candidate>,
-    /// The smallest of each device, whether it fits or not.
+    /// The smallest of each device, whether it fits on the device or not; host memory
+    /// holds it.
     pub smallest: Vec<Option<Candidate>>,
     /// How many recipes were laid out.
     pub planned: usize,
@@ -45,8 +46,9 @@ pub struct Found {
 /// or nothing is gained, and the last that fits is found by halving. The heaviest
 /// recomputation at the smallest batch is planned first: where that does not fit,
 /// no other of its kind does. Heavier recomputation is searched only beyond the
-/// batches that fit with lighter, for at the same batch it is slower. Lines of one kind are searched by one thread, so the
-/// answer does not depend on how many there are.
+/// batches that fit with lighter, for at the same batch it is slower. Lines of one
+/// kind are searched by one thread, so the answer does not depend on how many there
+/// are.
 pub fn search<P>(space: &Space, devices: usize, threads: usize, plan: P) -> Found
 where
     P: Fn(&Recipe) -> Option<Vec<PlanReport>> + Sync,
@@ -68,7 +70,8 @@ where
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(kind) = kinds.get(index) else { return };
-                    let mut climb = Climb { plan: &plan, planned: 0, candidates: Vec::new() };
+                    let host = space.host_memory.unwrap_or(u64::MAX);
+                    let mut climb = Climb { plan: &plan, host, planned: 0, candidates: Vec::new() };
                     climb.kind(kind, space.most);
                     if let Ok(mut found) = found.lock() {
                         found.push((index, climb.candidates, climb.planned));
@@ -80,15 +83,19 @@ where
     let mut found = found.into_inner().unwrap_or_default();
     found.sort_by_key(|f| f.0);
 
+    let host = space.host_memory.unwrap_or(u64::MAX);
     let mut out = Found { smallest: vec![None; devices], ..Found::default() };
     for (_, candidates, planned) in found {
         out.planned += planned;
         for candidate in candidates {
+            if candidate.report.host_bytes > host {
+                continue;
+            }
             let smallest = &mut out.smallest[candidate.device];
             if smallest.as_ref().is_none_or(|least| candidate.bytes() < least.bytes()) {
                 *smallest = Some(candidate.clone());
             }
-            if fits(&candidate.report) {
+            if fits(&candidate.report, host) {
                 out.fitting.push(candidate);
             }
         }
@@ -100,9 +107,9 @@ where
     out
 }
 
-/// Without a memory size everything fits.
-fn fits(report: &PlanReport) -> bool {
-    report.fits.unwrap_or(true)
+/// Without a memory size everything fits on the device.
+fn fits(report: &PlanReport, host: u64) -> bool {
+    report.fits.unwrap_or(true) && report.host_bytes <= host
 }
 
 /// How far a device has been searched among recipes of one kind.
@@ -117,6 +124,8 @@ enum Reached {
 /// The state of one thread.
 struct Climb<'a, P> {
     plan: &'a P,
+    /// Bytes of host memory.
+    host: u64,
     planned: usize,
     candidates: Vec<Candidate>,
 }
@@ -125,16 +134,20 @@ impl<P: Fn(&Recipe) -> Option<Vec<PlanReport>>> Climb<'_, P> {
     fn kind(&mut self, lines: &[&Recipe], most: usize) {
         let Some((heaviest, lighter)) = lines.split_last() else { return };
         let Some(least) = self.at(heaviest, heaviest.batch) else { return };
-        if !least.iter().any(fits) {
+        if !least.iter().any(|report| self.fits(report)) {
             return;
         }
         let first = Reached::Batch(heaviest.batch.saturating_sub(1));
-        let open = |report| if fits(report) { first } else { Reached::End };
+        let open = |report| if self.fits(report) { first } else { Reached::End };
         let mut reached: Vec<Reached> = least.iter().map(open).collect();
         for line in lighter {
             self.line(line, &mut reached, most);
         }
         self.line(heaviest, &mut reached, most);
+    }
+
+    fn fits(&self, report: &PlanReport) -> bool {
+        fits(report, self.host)
     }
 
     /// Plans a recipe at a batch; what each device says, if it is possible.
@@ -171,27 +184,28 @@ impl<P: Fn(&Recipe) -> Option<Vec<PlanReport>>> Climb<'_, P> {
         let from = self.candidates.len();
         let Some(mut before) = self.at(line, batch) else { return };
         let n = before.len();
+        let host = self.host;
         let goes_on = |d: usize, reached: &[Reached], reports: &[PlanReport]| {
-            fits(&reports[d]) && reached[d] != Reached::End
+            fits(&reports[d], host) && reached[d] != Reached::End
         };
         while batch * 2 <= most && (0..n).any(|d| goes_on(d, reached, &before)) {
             let Some(reports) = self.at(line, batch * 2) else { break };
             // The last that fits of devices that end here, by halving.
             for (d, report) in reports.iter().enumerate() {
-                if goes_on(d, reached, &before) && !fits(report) {
+                if goes_on(d, reached, &before) && !fits(report, host) {
                     self.halve(line, d, batch, batch * 2);
                 }
             }
             for (reached, (now, before)) in reached.iter_mut().zip(reports.iter().zip(&before)) {
                 let gain = now.tokens_per_second / before.tokens_per_second - 1.0;
-                if fits(now) && gain < GAIN {
+                if fits(now, host) && gain < GAIN {
                     *reached = Reached::End;
                 }
             }
             before = reports;
             batch *= 2;
         }
-        for candidate in self.candidates[from..].iter().filter(|c| fits(&c.report)) {
+        for candidate in self.candidates[from..].iter().filter(|c| fits(&c.report, host)) {
             if let Reached::Batch(reached) = &mut reached[candidate.device] {
                 *reached = candidate.recipe.batch.max(*reached);
             }
@@ -204,7 +218,7 @@ impl<P: Fn(&Recipe) -> Option<Vec<PlanReport>>> Climb<'_, P> {
         while high - low > 1 {
             let middle = low + (high - low) / 2;
             let Some(reports) = self.at(line, middle) else { return };
-            let holds = fits(&reports[device]);
+            let holds = self.fits(&reports[device]);
             if holds { low = middle } else { high = middle }
         }
     }
@@ -215,7 +229,7 @@ mod tests {
     use super::*;
     use crate::space::Fixed;
     use plimsoll_arch::DType;
-    use plimsoll_program::{Lora, Recompute};
+    use plimsoll_program::{Lora, Offload, Recompute};
 
     /// A made-up device: bytes and seconds grow with the batch, recomputation
     /// saves half of what a sequence takes.
@@ -240,7 +254,7 @@ mod tests {
 
     #[test]
     fn the_largest_batch_of_each_device_and_the_smallest_of_all() {
-        let fixed = Fixed { method: true, optimizer: true, ..Fixed::default() };
+        let fixed = Fixed { method: true, optimizer: true, offload: true, ..Fixed::default() };
         let space = space(fixed);
         let plan = |r: &Recipe| Some(vec![report(r, 1000, 1.0), report(r, 450, 3.0)]);
         let found = search(&space, 2, 2, plan);
@@ -268,8 +282,31 @@ mod tests {
         let found = search(&space, 1, 2, |r: &Recipe| Some(vec![report(r, 10, 1.0)]));
         assert!(found.fitting.is_empty());
         assert_eq!(found.smallest[0].as_ref().unwrap().bytes(), 150);
-        assert_eq!(found.planned, 8, "one of each kind");
+        assert_eq!(found.planned, 8 + 2 * 3, "one of each kind");
         let found = search(&space, 1, 2, |_: &Recipe| None);
         assert!(found.smallest[0].is_none());
+    }
+
+    #[test]
+    fn host_memory_is_a_limit_of_its_own() {
+        let plan = |r: &Recipe| {
+            let own = report(r, 60, 1.0);
+            let offloaded = r.offload == Offload::Optimizer;
+            let host_bytes = if offloaded { 70 + 10 * r.batch as u64 } else { 0 };
+            let peak_bytes = if offloaded { 50 } else { own.peak_bytes };
+            let fits = Some(peak_bytes <= 60);
+            Some(vec![PlanReport { host_bytes, peak_bytes, fits, ..own }])
+        };
+        let mut space = space(Fixed::default());
+        space.host_memory = Some(100);
+        let found = search(&space, 1, 2, plan);
+        let batches = found.fitting.iter().map(|c| c.recipe.batch);
+        assert_eq!(batches.max(), Some(3), "(100 - 70) / 10");
+        assert!(found.fitting.iter().all(|c| c.recipe.offload == Offload::Optimizer));
+        space.host_memory = Some(60);
+        let found = search(&space, 1, 2, plan);
+        assert!(found.fitting.is_empty());
+        let smallest = found.smallest[0].as_ref().unwrap();
+        assert_ne!(smallest.recipe.offload, Offload::Optimizer, "the host cannot hold it");
     }
 }

@@ -2,7 +2,8 @@
 
 use plimsoll_arch::DType;
 use plimsoll_program::{
-    AdamW, AdamW8bit, Codebook, Lora, Method, Optimizer, Quant, Recipe, Recompute, RecomputePlan,
+    AdamW, AdamW8bit, Codebook, Lora, Method, Offload, Optimizer, Quant, Recipe, Recompute,
+    RecomputePlan, Sharding,
 };
 
 /// What the user has decided, and is not to be searched.
@@ -15,6 +16,9 @@ pub struct Fixed {
     pub optimizer_in_backward: bool,
     /// Clipping forbids the optimizer in backward.
     pub max_grad_norm: bool,
+    pub offload: bool,
+    /// The stage of ZeRO.
+    pub zero: bool,
 }
 
 /// Recipes that differ in the batch alone make a line; a space is a list of them.
@@ -24,6 +28,8 @@ pub struct Space {
     pub lines: Vec<Recipe>,
     /// The largest batch of a line, or 0 where it is given.
     pub most: usize,
+    /// What offload may take of host memory; none is as much as it likes.
+    pub host_memory: Option<u64>,
 }
 
 /// Sequences in a micro-batch beyond which nothing is gained by more.
@@ -33,7 +39,8 @@ impl Space {
     /// Everything that can be chosen beside what is fixed in `base`, for a model
     /// of so many layers.
     ///
-    /// `lora` are the adapters to try where the method is open.
+    /// `lora` are the adapters to try where the method is open. With several ranks
+    /// the stages of ZeRO are chosen from, with one rank the offloads.
     pub fn of(base: &Recipe, lora: &Lora, layers: usize, fixed: Fixed) -> Space {
         let batch = if fixed.batch { base.batch } else { 1 };
         let base = Recipe { batch, ..base.clone() };
@@ -47,7 +54,12 @@ impl Space {
                 quant,
                 ..base.clone()
             };
-            methods = vec![full, with(None), with(Some(dq))];
+            methods = vec![full];
+            // Adapters have nothing to offload, and update at the end of the step or
+            // inside backward as given.
+            if base.offload == Offload::None {
+                methods.extend([with(None), with(Some(dq))]);
+            }
         }
         let mut lines = Vec::new();
         for method in methods {
@@ -56,8 +68,13 @@ impl Space {
                     lines.push(Recipe { recompute, ..optimizer.clone() });
                 }
             }
+            for moved in moved(&method, fixed) {
+                for recompute in levels(&moved, fixed) {
+                    lines.push(Recipe { recompute, ..moved.clone() });
+                }
+            }
         }
-        Space { lines, most: if fixed.batch { 0 } else { MOST } }
+        Space { lines, most: if fixed.batch { 0 } else { MOST }, host_memory: None }
     }
 
     /// How many recipes it has.
@@ -84,7 +101,7 @@ fn optimizers(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
     }
     let clips = fixed.max_grad_norm && recipe.max_grad_norm.is_some();
     let decided = fixed.optimizer_in_backward || clips || recipe.accumulate > 1;
-    let both = !decided && recipe.method == Method::Full;
+    let both = !decided && recipe.method == Method::Full && recipe.sharding.ranks == 1;
     let mut out = Vec::new();
     for optimizer in kinds {
         let at_the_end = Recipe { optimizer, ..recipe.clone() };
@@ -100,6 +117,61 @@ fn optimizers(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
         }
     }
     out
+}
+
+/// What offload and ZeRO add to a method: host memory or other ranks hold what a
+/// device has no room for.
+///
+/// They are for what does not fit otherwise, so of the optimizers the one at hand and
+/// the smallest are tried, and offload where it costs least, with updates inside
+/// backward if that is possible. State in 16 bits lies between the two.
+fn moved(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
+    let mut kinds = vec![recipe.clone()];
+    let least = Optimizer::AdamW8bit(AdamW8bit::default());
+    if !fixed.optimizer && recipe.method == Method::Full && recipe.optimizer != least {
+        kinds.push(Recipe { optimizer: least, ..recipe.clone() });
+    }
+    let Sharding { ranks, zero, .. } = recipe.sharding;
+    let mut out = Vec::new();
+    for kind in kinds {
+        if ranks > 1 {
+            if fixed.zero || zero != 0 {
+                continue;
+            }
+            // Adapters leave nothing large to divide but the weights.
+            let stages = if kind.method == Method::Full { 1..=3 } else { 3..=3 };
+            out.extend(stages.map(|zero| {
+                let sharding = Sharding { zero, ..kind.sharding };
+                Recipe { sharding, ..kind.clone() }
+            }));
+        } else if kind.method == Method::Full && !fixed.offload && kind.offload == Offload::None {
+            let clips = fixed.max_grad_norm && kind.max_grad_norm.is_some();
+            let decided = fixed.optimizer_in_backward || clips || kind.accumulate > 1;
+            let fused = if decided {
+                kind
+            } else {
+                Recipe { optimizer_in_backward: true, max_grad_norm: None, ..kind }
+            };
+            let offloads = &Offload::ALL[1..];
+            out.extend(offloads.iter().map(|&offload| Recipe { offload, ..fused.clone() }));
+        }
+    }
+    out
+}
+
+/// One level for all layers, lighter before heavier: those that matter to what is
+/// divided or offloaded. Inputs of blocks are kept, and can be offloaded, where blocks
+/// are computed again.
+fn levels(recipe: &Recipe, fixed: Fixed) -> Vec<RecomputePlan> {
+    if fixed.recompute {
+        return vec![recipe.recompute.clone()];
+    }
+    let levels: &[Recompute] = match recipe.offload {
+        Offload::None => &[Recompute::None, Recompute::Mlp, Recompute::Block],
+        Offload::OptimizerActivations => &[Recompute::Block],
+        _ => &[Recompute::None, Recompute::Block],
+    };
+    levels.iter().map(|level| RecomputePlan::uniform(*level)).collect()
 }
 
 /// Every level for all layers, and between two levels each quarter of the layers.
@@ -132,8 +204,9 @@ mod tests {
         let base = Recipe::full(DType::Bf16, 3, 128);
         let lora = Lora::default();
         let all = Space::of(&base, &lora, 8, Fixed::default());
-        // Full: 3 optimizers, twice; LoRA and QLoRA: one; 13 recompute plans.
-        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13);
+        // Full: 3 optimizers, twice; LoRA and QLoRA: one; 13 recompute plans. Two
+        // optimizers with two offloads at two levels and one at one.
+        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (2 * 2 + 1));
         assert!(all.size() > 10_000);
         assert!(all.lines.iter().all(|r| r.batch == 1));
         assert!(all.lines.iter().all(|r| !r.optimizer_in_backward || r.max_grad_norm.is_none()));
@@ -144,6 +217,8 @@ mod tests {
             optimizer: true,
             optimizer_in_backward: true,
             max_grad_norm: false,
+            offload: true,
+            zero: true,
         };
         let one = Space::of(&base, &lora, 8, fixed);
         assert_eq!((one.lines, one.most), (vec![base.clone()], 0));
@@ -151,7 +226,37 @@ mod tests {
         let space = Space::of(&base, &lora, 8, clipped);
         assert!(space.lines.iter().all(|r| !r.optimizer_in_backward));
         // One layer has no quarters.
-        let small = Space::of(&base, &lora, 1, Fixed { method: true, ..clipped });
+        let small = Space::of(&base, &lora, 1, Fixed { method: true, offload: true, ..clipped });
         assert_eq!(small.lines.len(), 3 * 4);
+    }
+
+    #[test]
+    fn offload_on_one_device_and_zero_on_several() {
+        let base = Recipe::full(DType::Bf16, 1, 128);
+        let lora = Lora::default();
+        let arch = plimsoll_arch::preset("plimsoll-tiny").unwrap();
+        let has = |space: &Space, test: &dyn Fn(&Recipe) -> bool| space.lines.iter().any(test);
+        let one = Space::of(&base, &lora, 4, Fixed::default());
+        for offload in Offload::ALL {
+            assert!(has(&one, &|r| r.offload == offload), "{}", offload.name());
+        }
+        let sharding = Sharding { ranks: 4, ..base.sharding };
+        let ranks = Recipe { sharding, ..base.clone() };
+        let four = Space::of(&ranks, &lora, 4, Fixed::default());
+        for zero in 0..4 {
+            assert!(has(&four, &|r| r.sharding.zero == zero && r.method == Method::Full));
+        }
+        assert!(has(&four, &|r| r.sharding.zero == 3 && r.quant.is_some()));
+        for recipe in one.lines.iter().chain(&four.lines) {
+            recipe.check(&arch).unwrap();
+        }
+        let fixed = Fixed { zero: true, offload: true, ..Fixed::default() };
+        let two = Recipe { sharding: Sharding { zero: 2, ..sharding }, ..base.clone() };
+        let space = Space::of(&two, &lora, 4, fixed);
+        assert!(space.lines.iter().all(|r| r.sharding.zero == 2));
+        let offloaded = Recipe { offload: Offload::Optimizer, ..base };
+        let space = Space::of(&offloaded, &lora, 4, fixed);
+        assert!(space.lines.iter().all(|r| r.offload == Offload::Optimizer));
+        space.lines.iter().for_each(|r| r.check(&arch).unwrap());
     }
 }

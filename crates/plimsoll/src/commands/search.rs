@@ -5,8 +5,8 @@ use std::time::Instant;
 use clap::Args;
 use plimsoll_arch::Architecture;
 use plimsoll_plan::{PlanReport, gpu, gpu_names};
-use plimsoll_program::{Method, Optimizer, Recipe};
-use plimsoll_search::{Candidate, Fixed, Found, Space, first_lever, search};
+use plimsoll_program::{Lora, Method, Offload, Optimizer, Recipe};
+use plimsoll_search::{Candidate, Fixed, Found, Lever, Space, first_lever, search};
 use serde_json::Value;
 
 use crate::commands::plan::PlanArgs;
@@ -18,8 +18,9 @@ use crate::{Format, units};
 
 #[derive(Debug, Args)]
 pub struct SearchArgs {
-    /// Rank what fits by time and money: method, batch, recompute and optimizer are
-    /// searched, but for those that are given. Several kinds: --gpu h100,a100-80,rtx-4090.
+    /// Rank what fits by time and money: method, batch, recompute, optimizer and, on one
+    /// GPU, offload or, with --gpus, ZeRO are searched, but for those that are given.
+    /// Several kinds: --gpu h100,a100-80,4090.
     #[arg(long)]
     pub search: bool,
     /// Samples of the whole run, each a row of --seq tokens.
@@ -34,10 +35,13 @@ pub struct SearchArgs {
     pub limit: usize,
 }
 
-/// A device with its name and price.
+/// A kind of device with its name and price.
 struct Place {
     name: String,
+    /// How many of them train one model.
+    ranks: usize,
     planner: Planner,
+    /// Of one device.
     usd_per_hour: Option<(f64, String)>,
 }
 
@@ -61,20 +65,23 @@ pub fn run(args: &PlanArgs) -> Outcome {
     let started = Instant::now();
     let model = args.model.as_deref().unwrap_or_default();
     let arch = open_architecture(model)?;
-    let places = places(args)?;
-    let base = args.recipe.recipe(&arch, stored_quant(model), Precision::Bf16)?;
+    let mut base = args.recipe.recipe(&arch, stored_quant(model), Precision::Bf16)?;
+    base.sharding.ranks *= args.nodes as usize;
+    base.check(&arch).map_err(Stop::input)?;
+    let places = places(args, base.sharding.ranks)?;
     let lora = match &base.lora {
         Some(lora) => lora.clone(),
         None => args.recipe.lora.lora()?,
     };
-    let space = Space::of(&base, &lora, arch.num_hidden_layers, fixed());
+    let mut space = Space::of(&base, &lora, arch.num_hidden_layers, fixed());
+    space.host_memory = args.recipe.host_memory;
     let plan = |recipe: &Recipe| reports(&places, &arch, recipe);
     let found = search(&space, places.len(), crate::threads(), plan);
     let took = started.elapsed().as_secs_f64();
 
     let tokens = args.search.tokens.or(args.search.samples.map(|n| n * base.seq as u64));
     if found.fitting.is_empty() {
-        return Err(nothing_fits(&places, &arch, &lora, &found, space.size()));
+        return Err(nothing_fits(&places, &arch, &lora, &found, &space));
     }
     let rows = choose(&found, &places, tokens, args.search.limit);
     match args.format {
@@ -98,7 +105,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
         found.planned,
         found.fitting.len()
     );
-    if let Some(line) = about_the_base(&places, &arch, &base, &lora) {
+    if let Some(line) = about_the_base(&places, &arch, &base, &lora, space.host_memory) {
         note!("{line}");
     }
     Ok(())
@@ -116,16 +123,20 @@ fn fixed() -> Fixed {
         optimizer: has(&["--optimizer", "--optimizer-dtype"]),
         optimizer_in_backward: has(&["--optimizer-in-backward"]),
         max_grad_norm: has(&["--max-grad-norm"]),
+        offload: has(&["--offload"]),
+        zero: has(&["--zero"]),
     }
 }
 
-fn places(args: &PlanArgs) -> Result<Vec<Place>, Stop> {
+fn places(args: &PlanArgs, ranks: usize) -> Result<Vec<Place>, Stop> {
     let names = args.gpu.as_deref().ok_or_else(|| {
-        Stop::Input("--search needs --gpu: one or several such as h100,a100-80,rtx-4090".into())
+        Stop::Input("--search needs --gpu: one or several such as h100,a100-80,4090".into())
     })?;
     let mut places: Vec<Place> = Vec::new();
     for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
-        let mut planner = Planner::gpu(name, args.memory)?;
+        let planner = Planner::gpu(name, args.memory)?;
+        let link = args.link.map(|g| g * 1e9);
+        let mut planner = planner.for_ranks(ranks, args.nodes as usize, link);
         planner.document_tokens = args.document_tokens.map(|n| n as f64);
         let listed =
             gpu(&planner.device.name).map(|gpu| (gpu.price.usd_per_hour, gpu.price.source()));
@@ -134,7 +145,7 @@ fn places(args: &PlanArgs) -> Result<Vec<Place>, Stop> {
             return Err(Stop::Input(format!("--gpu {names}: {name} is there twice")));
         }
         let name = planner.device.name.clone();
-        places.push(Place { name, planner, usd_per_hour });
+        places.push(Place { name, ranks, planner, usd_per_hour });
     }
     match places.len() {
         0 => Err(Stop::Input(format!("--gpu {names}: there is no name in it"))),
@@ -149,18 +160,29 @@ fn places(args: &PlanArgs) -> Result<Vec<Place>, Stop> {
 /// A plan of a recipe for every device: one layout, several schedules.
 fn reports(places: &[Place], arch: &Architecture, recipe: &Recipe) -> Option<Vec<PlanReport>> {
     let (first, others) = places.split_first()?;
-    let planned = first.planner.plan(arch, recipe).ok()?;
-    let mut out = vec![planned.report.clone()];
-    for place in others {
-        out.push(planned.report_for(&place.planner, arch, recipe));
-    }
-    Some(out)
+    let others: Vec<&Planner> = others.iter().map(|place| &place.planner).collect();
+    first.planner.reports(&others, arch, recipe).ok()
 }
 
 impl Place {
+    /// The first lever here; one that takes more host memory than there is, is none.
+    fn first_lever(
+        &self,
+        arch: &Architecture,
+        recipe: &Recipe,
+        lora: &Lora,
+        host_memory: Option<u64>,
+    ) -> Option<Lever> {
+        let plan = |recipe: &Recipe| {
+            let report = self.planner.plan(arch, recipe).ok()?.report;
+            (report.host_bytes <= host_memory.unwrap_or(u64::MAX)).then_some(report)
+        };
+        first_lever(recipe, lora, plan)
+    }
+
     fn run(&self, report: &PlanReport, tokens: Option<u64>) -> Run {
         let seconds = tokens.map(|tokens| tokens as f64 / report.tokens_per_second);
-        let a_second = self.usd_per_hour.as_ref().map(|(usd, _)| usd / 3600.0);
+        let a_second = self.usd_per_hour.as_ref().map(|(usd, _)| self.ranks as f64 * usd / 3600.0);
         Run {
             seconds,
             usd: seconds.zip(a_second).map(|(seconds, usd)| seconds * usd),
@@ -240,6 +262,15 @@ fn optimizer_name(recipe: &Recipe) -> &'static str {
     }
 }
 
+/// What is not on the device, for the end of a list in words.
+fn moved_name(recipe: &Recipe) -> String {
+    match (recipe.offload, recipe.sharding.ranks) {
+        (Offload::None, 1) => String::new(),
+        (Offload::None, ranks) => format!(", ZeRO {} over {ranks} GPUs", recipe.sharding.zero),
+        (offload, _) => format!(", offload {}", offload.name()),
+    }
+}
+
 fn table(
     rows: &[(&Candidate, Vec<&'static str>)],
     places: &[Place],
@@ -250,16 +281,22 @@ fn table(
         Some(tokens) => format!("{} tokens at seq {}", units::count(tokens), base.seq),
         None => format!("seq {}", base.seq),
     };
+    let ranks = base.sharding.ranks;
+    if ranks > 1 {
+        text.push_str(&format!(", {ranks} GPUs: GiB of each, tokens and USD of all"));
+    }
     text.push_str(&format!(
-        "\n\n{:<11}{:<7}{:>6}  {:<18}{:<12}{:<12}{:>7}{:>9}{:>10}{:>10}{:>9}\n",
+        "\n\n{:<11}{:<7}{:>6}  {:<18}{:<12}{:<12}{:<22}{:>7}{:>9}{:>9}{:>10}{:>10}{:>9}\n",
         "gpu",
         "method",
         "batch",
         "recompute",
         "optimizer",
         "at",
+        if ranks > 1 { "ZeRO" } else { "offload" },
         "GiB",
         "of GiB",
+        if ranks > 1 { "" } else { "host GiB" },
         "tokens/s",
         if tokens.is_some() { "hours" } else { "" },
         if tokens.is_some() { "USD" } else { "USD/Mtok" },
@@ -273,15 +310,20 @@ fn table(
             value.map_or(String::new(), |v| format!("{v:.digits$}"))
         };
         text.push_str(&format!(
-            "{:<11}{:<7}{:>6}  {:<18}{:<12}{:<12}{:>7.1}{:>9.1}{:>10.0}{:>10}{:>9}{}{}\n",
+            "{:<11}{:<7}{:>6}  {:<18}{:<12}{:<12}{:<22}{:>7.1}{:>9.1}{:>9}{:>10.0}{:>10}{:>9}{}{}\n",
             place.name,
             method_name(recipe),
             recipe.batch,
             recipe.recompute.to_string(),
             optimizer_name(recipe),
             if recipe.optimizer_in_backward { "in backward" } else { "end of step" },
+            match ranks {
+                1 => recipe.offload.name().to_owned(),
+                _ => recipe.sharding.zero.to_string(),
+            },
             gib(candidate.bytes()),
             gib(report.memory_bytes.unwrap_or(0)),
+            number((report.host_bytes > 0).then(|| gib(report.host_bytes)), 1),
             report.tokens_per_second,
             number(run.seconds.map(|s| s / 3600.0), 2),
             number(if tokens.is_some() { run.usd } else { run.usd_per_million_tokens }, 3),
@@ -311,6 +353,16 @@ fn command_line(args: &PlanArgs, candidate: &Candidate, places: &[Place]) -> Str
     if recipe.optimizer_in_backward {
         words.push("--optimizer-in-backward --max-grad-norm 0".to_owned());
     }
+    if recipe.offload != Offload::None {
+        words.push(format!("--offload {}", recipe.offload.name()));
+    }
+    if recipe.sharding.ranks > 1 {
+        words.push(format!("--gpus {} --zero {}", args.recipe.gpus, recipe.sharding.zero));
+        if args.nodes > 1 {
+            words.push(format!("--nodes {}", args.nodes));
+        }
+        words.extend(args.link.map(|rate| format!("--link {rate}")));
+    }
     words.join(" ")
 }
 
@@ -319,15 +371,15 @@ fn about_the_base(
     places: &[Place],
     arch: &Architecture,
     base: &Recipe,
-    lora: &plimsoll_program::Lora,
+    lora: &Lora,
+    host_memory: Option<u64>,
 ) -> Option<String> {
     let place = places.first()?;
     let report = place.planner.plan(arch, base).ok()?.report;
     if report.fits != Some(false) {
         return None;
     }
-    let plan = |recipe: &Recipe| Some(place.planner.plan(arch, recipe).ok()?.report);
-    let lever = first_lever(base, lora, plan)?;
+    let lever = place.first_lever(arch, base, lora, host_memory)?;
     Some(format!(
         "as given ({}, batch {}, recompute {}) it needs {} of {} on {}; the first lever: {} ({})",
         method_name(base),
@@ -342,7 +394,10 @@ fn about_the_base(
 }
 
 fn effect(report: &PlanReport, before: &PlanReport) -> String {
-    let needs = units::bytes(report.peak_bytes + report.overhead_bytes);
+    let mut needs = units::bytes(report.peak_bytes + report.overhead_bytes);
+    if report.host_bytes > 0 {
+        needs.push_str(&format!(" and {} of host memory", units::bytes(report.host_bytes)));
+    }
     let speed = (report.tokens_per_second / before.tokens_per_second - 1.0) * 100.0;
     match report.fits {
         Some(false) => format!("{needs}, which is not enough by itself"),
@@ -354,26 +409,26 @@ fn effect(report: &PlanReport, before: &PlanReport) -> String {
 fn nothing_fits(
     places: &[Place],
     arch: &Architecture,
-    lora: &plimsoll_program::Lora,
+    lora: &Lora,
     found: &Found,
-    size: usize,
+    space: &Space,
 ) -> Stop {
-    let mut text = format!("none of {size} recipes fits");
+    let mut text = format!("none of {} recipes fits", space.size());
     for (place, smallest) in places.iter().zip(&found.smallest) {
         let Some(least) = smallest else { continue };
         let recipe = &least.recipe;
         text.push_str(&format!(
-            "\n  {}: the smallest ({}, batch {}, recompute {}, {}) needs {} of {}",
+            "\n  {}: the smallest ({}, batch {}, recompute {}, {}{}) needs {} of {}",
             place.name,
             method_name(recipe),
             recipe.batch,
             recipe.recompute,
             optimizer_name(recipe),
+            moved_name(recipe),
             units::bytes(least.bytes()),
             units::bytes(least.report.memory_bytes.unwrap_or(0))
         ));
-        let plan = |recipe: &Recipe| Some(place.planner.plan(arch, recipe).ok()?.report);
-        if let Some(lever) = first_lever(recipe, lora, plan) {
+        if let Some(lever) = place.first_lever(arch, recipe, lora, space.host_memory) {
             let effect = effect(&lever.report, &least.report);
             text.push_str(&format!("; the first lever: {} ({effect})", lever.change));
         }
