@@ -453,7 +453,7 @@ pub enum RecipeError {
         "the optimizer cannot run inside backward together with {with}: every gradient is needed at the end; drop one of the two"
     )]
     FusedOptimizer { with: &'static str },
-    #[error("--offload {offload} is for full fine-tunes: {why}; use --offload none")]
+    #[error("--offload {offload} cannot be done here: {why}; use --offload none")]
     Offload { offload: &'static str, why: &'static str },
     #[error(
         "recompute `{text}` is not understood: use none, norms, mlp or block, or ranges of layers such as block:0-15,norms"
