@@ -260,7 +260,10 @@ fn options_out_of_range_are_named() {
         ("--optimizer-in-backward --max-grad-norm 0 --accumulate 2", &["accumulation"]),
         ("--loss-rows 0", &["--loss-rows 0"]),
         ("--offload state", &["state", "optimizer+weights", "optimizer+activations"]),
-        ("--method lora --offload optimizer", &["--offload optimizer", "adapters", "--offload none"]),
+        (
+            "--method lora --offload optimizer",
+            &["--offload optimizer", "adapters", "--offload none"],
+        ),
         ("--offload optimizer --host-memory some", &["some"]),
         ("--lr NaN", &["NaN"]),
         ("--lr -1", &["-1"]),
