@@ -66,6 +66,11 @@ impl ThreadGroup {
         let mut state = self.shared.lock();
         state.check()?;
         show(&mut state);
+        self.meet(state, true)
+    }
+
+    /// Waits until all ranks are here; an abort ends it early where it is `breakable`.
+    fn meet(&self, mut state: MutexGuard<'_, State>, breakable: bool) -> Result<(), CommError> {
         state.arrived += 1;
         if state.arrived == self.shared.ranks {
             state.arrived = 0;
@@ -75,7 +80,9 @@ impl ThreadGroup {
         }
         let generation = state.generation;
         while state.generation == generation {
-            state.check()?;
+            if breakable {
+                state.check()?;
+            }
             state = self.shared.wake.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
         Ok(())
@@ -100,19 +107,7 @@ impl ThreadGroup {
 
     /// A barrier that an abort does not break.
     fn finish(&self) -> Result<(), CommError> {
-        let mut state = self.shared.lock();
-        state.arrived += 1;
-        if state.arrived == self.shared.ranks {
-            state.arrived = 0;
-            state.generation += 1;
-            self.shared.wake.notify_all();
-            return Ok(());
-        }
-        let generation = state.generation;
-        while state.generation == generation {
-            state = self.shared.wake.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
-        }
-        Ok(())
+        self.meet(self.shared.lock(), false)
     }
 
     /// Copies part `rank` of what that rank shows to the same place of this rank's.

@@ -286,9 +286,9 @@ fn splits(units: usize, chunk: usize, tiles: usize, multiprocessors: usize) -> u
     splits
 }
 
-/// The kernels' argument for the first row of a product, and whether its matrix is
-/// there before the program begins. `splits`, `pitch` and `early` are left to the launch.
-fn describe(l: &Launcher, product: &Product, around: Around) -> (Argument, bool) {
+/// The kernels' argument for the first row of a product, which one warp takes a tile of;
+/// `early` where its matrix is there before the program begins.
+fn describe(l: &Launcher, product: &Product, around: Around) -> Argument {
     let Product { x, bias, add, y, scale, .. } = *product;
     let gated = around.act.is_some();
     let mut resident = around.norm.is_none_or(|(w, _)| l.program.tensor(w).resident);
@@ -330,7 +330,7 @@ fn describe(l: &Launcher, product: &Product, around: Around) -> (Argument, bool)
         Some(act) => (act, l.at(act), n),
         None => (y.tensor, l.view(&y), y.stride),
     };
-    let argument = Argument {
+    Argument {
         x: l.view(&x),
         norm: around.norm.map_or(0, |(w, _)| l.at(w)),
         w: w_at,
@@ -355,12 +355,11 @@ fn describe(l: &Launcher, product: &Product, around: Around) -> (Argument, bool)
         unused: 0,
         parts,
         codebook,
-    };
-    (argument, resident)
+    }
 }
 
 fn launch(l: &Launcher, product: &Product, around: Around) -> Result<(), CudaError> {
-    let (first, _) = describe(l, product, around);
+    let first = describe(l, product, around);
     let (rows, tiles) = (product.x.rows, first.tiles as usize);
     let multiprocessors = l.context.info.multiprocessors as usize;
     let chunk = if product.is_quantized() { 8 } else { 4 };

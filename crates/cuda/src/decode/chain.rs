@@ -84,8 +84,8 @@ pub(super) fn launch(l: &Launcher, at: usize, end: usize) -> Result<Option<usize
     let mut chain = Chain { products: products.len() as i32, early: 1, ..Chain::default() };
     let mut tiles = 0;
     for (i, (product, around)) in products.iter().enumerate() {
-        let (argument, resident) = describe(l, product, *around);
-        chain.early &= i32::from(resident);
+        let argument = describe(l, product, *around);
+        chain.early &= argument.early;
         if product.is_quantized() {
             chain.four_bits = i as i32 + 1;
         }
