@@ -130,7 +130,8 @@ def launched(b, lane):
         b.finish(process, command, NOTICE, began)
     if status != 1 or f"rank {b.gpus - 1}" not in err:
         raise Failed(f"the rest: status {status} after {took:.0f} s, {last_line(err)}")
-    b.json([*base[:-2], "--steps", "60", "--save-every", "20", "--out", out, *ranks(b, 3), "--resume"], lane, 120)
+    b.json([*base[:-2], "--steps", "60", "--save-every", "20", "--out", out, "--gpus", str(b.gpus), "--resume"], lane,
+           120)
     return f"{said}; a killed rank ends the rest in {took:.1f} s, and resume goes on"
 
 
