@@ -11,7 +11,9 @@ use plimsoll_model::{Checkpoint, load_weights};
 use plimsoll_plan::{
     Device, DeviceError, FillPiece, LaunchTime, Layout, Quantize, Quantizer, SlabSizes, lay_out,
 };
-use plimsoll_program::{Home, OpKind, Program, Quant, Recipe, Target, build};
+use plimsoll_program::{
+    Codebook, Home, Lora, OpKind, Program, Quant, Recipe, Sharding, Target, build,
+};
 use plimsoll_quant::{
     Format4bit, blocks, nested_blocks, packed_bytes, quantize_4bit, quantize_absmax,
 };
@@ -31,6 +33,7 @@ struct Slab {
     piece: Option<usize>,
     /// Tensors that it has quantized, in how many pieces.
     pieces: Vec<usize>,
+    rank: usize,
 }
 
 impl Device for Slab {
@@ -50,6 +53,10 @@ impl Device for Slab {
         fill(bytes)?;
         self.bytes[offset as usize..][..len].copy_from_slice(bytes);
         Ok(())
+    }
+
+    fn rank(&self) -> usize {
+        self.rank
     }
 
     fn quantizer(&mut self) -> Option<&mut dyn Quantizer> {
@@ -132,10 +139,20 @@ fn fixture() -> std::path::PathBuf {
 fn load(checkpoint: &Checkpoint, recipe: &Recipe, piece: Option<usize>) -> Result<Slab, String> {
     let arch = checkpoint.architecture();
     let program = build::infer(arch, recipe, 8, &NoWorkspace).unwrap();
-    let layout = lay_out(&program);
+    load_program(checkpoint, &program, 0, piece)
+}
+
+fn load_program(
+    checkpoint: &Checkpoint,
+    program: &Program,
+    rank: usize,
+    piece: Option<usize>,
+) -> Result<Slab, String> {
+    let layout = lay_out(program);
     let bytes = vec![0xa5; layout.slab_bytes as usize];
-    let mut slab = Slab { bytes, piece, pieces: Vec::new() };
-    load_weights(&mut slab, &program, &layout, arch, checkpoint).map_err(|e| e.to_string())?;
+    let mut slab = Slab { bytes, piece, pieces: Vec::new(), rank };
+    let arch = checkpoint.architecture();
+    load_weights(&mut slab, program, &layout, arch, checkpoint).map_err(|e| e.to_string())?;
     Ok(slab)
 }
 
@@ -161,6 +178,26 @@ fn the_slab_is_the_same_whoever_quantizes() {
             // Not one block fits: the CPU does it.
             let small = load(&checkpoint, &recipe, Some(127)).unwrap();
             assert!(small.pieces.is_empty() && small.bytes == expected.bytes);
+        }
+    }
+}
+
+#[test]
+fn a_rank_keeps_its_part_of_the_codes() {
+    let checkpoint = Checkpoint::open(&fixture()).unwrap();
+    let arch = checkpoint.architecture();
+    let quant = Quant { codebook: Codebook::Nf4, double: true, head: false };
+    let lora = Lora { rank: 4, ..Lora::default() };
+    for ranks in [2, 3] {
+        let sharding = Sharding { ranks, zero: 3, reduce: DType::Bf16 };
+        let plain = Recipe::lora(DType::Bf16, 1, 16, lora.clone());
+        let recipe = Recipe { quant: Some(quant), sharding, ..plain };
+        let program = build::train(arch, &recipe, &NoWorkspace).unwrap();
+        for rank in 0..ranks {
+            let expected = load_program(&checkpoint, &program, rank, None).unwrap();
+            let found = load_program(&checkpoint, &program, rank, Some(4096)).unwrap();
+            assert!(found.bytes == expected.bytes, "rank {rank} of {ranks}");
+            assert_eq!(found.pieces.len(), 14);
         }
     }
 }
