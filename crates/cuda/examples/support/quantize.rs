@@ -17,6 +17,7 @@ use plimsoll_quant::{
 };
 use safetensors::SafeTensors;
 
+use super::golden::entries;
 use super::{Bench, Report, cpu_threads, random};
 
 /// Elements of the largest tensor that is checked: it has the most blocks of threads
@@ -402,7 +403,17 @@ fn models(report: &mut Report) {
     for format in Format4bit::ALL {
         for precision in BOTH {
             let what = format!("llama-micro {format} {precision}");
-            same_slabs(report, &what, &checkpoint, &recipe(format, precision));
+            let recipe = recipe(&checkpoint, format, precision);
+            same_slabs(report, &what, &checkpoint, &recipe);
+        }
+    }
+    // Stored in eight bits, and with the rows of heads in pairs, where it is a GGUF file.
+    for path in entries(&[".gpu/models"]) {
+        let checkpoint = Checkpoint::open(&path).unwrap_or_else(|e| panic!("{e}"));
+        for (format, precision) in [("nf4-dq", DType::Bf16), ("fp4", DType::F32)] {
+            let what = format!("{} {format} {precision}", path.display());
+            let format = format.parse().expect("a format");
+            same_slabs(report, &what, &checkpoint, &recipe(&checkpoint, format, precision));
         }
     }
     let bad = std::env::temp_dir().join(format!("plimsoll-quantize-{}", std::process::id()));
@@ -420,7 +431,7 @@ fn models(report: &mut Report) {
         std::fs::write(bad.join("model.safetensors"), &file).expect("a copy");
         let checkpoint = Checkpoint::open(&bad).unwrap_or_else(|e| panic!("{e}"));
         // The largest float32 is infinity in bf16.
-        let recipe = recipe(Format4bit::ALL[1], DType::Bf16);
+        let recipe = recipe(&checkpoint, Format4bit::ALL[1], DType::Bf16);
         let said = [cpu(&checkpoint, &recipe).err(), gpu(&checkpoint, &recipe).err()];
         println!("{}", said[1].as_deref().unwrap_or("no error"));
         let named = said[0].as_ref().is_some_and(|e| e.contains(name) && e.contains("element 77"));
@@ -429,8 +440,10 @@ fn models(report: &mut Report) {
     std::fs::remove_dir_all(&bad).expect("it is there");
 }
 
-fn recipe(format: Format4bit, precision: DType) -> Recipe {
-    let quant = Quant { codebook: format.codebook, double: format.double, head: true };
+/// In four bits, the head too where there is one.
+fn recipe(checkpoint: &Checkpoint, format: Format4bit, precision: DType) -> Recipe {
+    let head = !checkpoint.architecture().tie_word_embeddings;
+    let quant = Quant { codebook: format.codebook, double: format.double, head };
     Recipe { quant: Some(quant), ..Recipe::infer(precision, 1, 16) }
 }
 
