@@ -539,6 +539,7 @@ LANES = {
                 ("greedy ids, CPU and CUDA", greedy)],
     "smollm2": [("loss curves: SmolLM2-135M", curves_smollm2)],
     "ops": [("ops", parts("ops"))],
+    "quantize": [("quantize: the CPU's bits", parts("quantize"))],
     "steps": [("steps, prefill, decoding", parts("train", "infer"))],
     "offload": [("offload: same bits", parts("offload", timeout=300))],
     "attention": [("attention, portable kernels", parts("attention", extra={"PLIMSOLL_ATTENTION": "portable"})),

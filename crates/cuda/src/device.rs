@@ -7,7 +7,9 @@ use std::ops::Range;
 use std::time::Duration;
 
 use plimsoll_comm::{Communicator, Nccl};
-use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout, Placement, SlabSizes, Taken, Waits};
+use plimsoll_plan::{
+    Device, DeviceError, LaunchTime, Layout, Placement, Quantizer, SlabSizes, Taken, Waits,
+};
 use plimsoll_program::{Access, Home, Lane, Op, Program, Shard, Tensor};
 
 use crate::driver::{Context, DeviceInfo, Graph, Pinned, cuda};
@@ -21,7 +23,7 @@ use crate::nvml::Nvml;
 use crate::products::Products;
 
 /// Page-locked memory through which everything goes up and down.
-const STAGING: usize = 32 << 20;
+pub(crate) const STAGING: usize = 32 << 20;
 /// Sections whose graphs are kept; the least recently used goes first.
 const MAX_GRAPHS: usize = 32;
 
@@ -33,17 +35,19 @@ pub struct CudaDevice {
     nccl: Option<Nccl>,
     graphs: Vec<Section>,
     products: Products,
-    kernels: Kernels,
-    staging: Pinned,
+    pub(crate) kernels: Kernels,
+    pub(crate) staging: Pinned,
     /// Bytes of `staging` that copies in flight may still read.
-    staged: usize,
-    slab: u64,
+    pub(crate) staged: usize,
+    /// Scales of a tensor on its way into four bits, until a program runs.
+    pub(crate) scales: Option<Pinned>,
+    pub(crate) slab: u64,
     host: HostSlab,
     sizes: SlabSizes,
     streams: Streams,
     /// Runs so far: the clock of the graph cache.
     runs: u64,
-    context: Context,
+    pub(crate) context: Context,
 }
 
 // SAFETY: every public call makes the context current first, and `&mut self`
@@ -120,6 +124,7 @@ impl CudaDevice {
             kernels,
             staging,
             staged: 0,
+            scales: None,
             slab,
             host: HostSlab::empty(),
             sizes,
@@ -157,7 +162,7 @@ impl CudaDevice {
 
     /// Waits until the compute lane's stream is empty. Of several ranks one may wait in
     /// vain for another that has ended: it looks now and then, and gives up.
-    fn wait(&self) -> Result<(), CudaError> {
+    pub(crate) fn wait(&self) -> Result<(), CudaError> {
         let (Some(nccl), Some(group)) = (&self.nccl, &self.group) else {
             return self.context.synchronize();
         };
@@ -240,7 +245,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    fn check_range(&self, home: Home, offset: u64, len: usize) -> Result<(), CudaError> {
+    pub(crate) fn check_range(&self, home: Home, offset: u64, len: usize) -> Result<(), CudaError> {
         let slab = self.sizes.of(home);
         match offset.checked_add(len as u64) {
             Some(end) if end <= slab => Ok(()),
@@ -276,6 +281,7 @@ impl CudaDevice {
         section: usize,
     ) -> Result<(), CudaError> {
         let ops = program.sections[section].ops.clone();
+        self.scales = None;
         let launcher = self.launcher(program, layout, section)?;
         self.tune(&launcher, section)?;
         let waits = Waits::new(program, layout);
@@ -330,7 +336,7 @@ impl CudaDevice {
     }
 
     /// A piece of the staging buffer that no copy in flight reads.
-    fn stage(&mut self, len: usize) -> Result<usize, CudaError> {
+    pub(crate) fn stage(&mut self, len: usize) -> Result<usize, CudaError> {
         if self.staged + len > self.staging.len() {
             self.wait()?;
             self.staged = 0;
@@ -369,6 +375,10 @@ impl Device for CudaDevice {
             Some(group) => Some(&mut **group.get_mut()),
             None => None,
         }
+    }
+
+    fn quantizer(&mut self) -> Option<&mut dyn Quantizer> {
+        Some(self)
     }
 
     /// Small pieces go without waiting for what runs; `fill` writes to page-locked

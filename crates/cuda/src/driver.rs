@@ -276,6 +276,11 @@ impl Pinned {
         self.len
     }
 
+    /// The same on the host and, under unified addressing, on the device.
+    pub fn address(&self) -> u64 {
+        self.base as u64
+    }
+
     /// # Panics
     /// The range lies outside.
     pub fn slice(&mut self, at: usize, len: usize) -> &mut [u8] {

@@ -23,6 +23,7 @@ mod nvml;
 mod optimizer;
 mod optimizer8bit;
 mod products;
+mod quantize;
 mod quantized;
 mod target;
 

@@ -15,6 +15,7 @@ mod ledger;
 mod lifetime;
 mod peers;
 mod profile;
+mod quantizer;
 mod schedule;
 
 pub use catalogue::{Gpu, Price, closest_gpu, gpu, gpu_names, h200_profile};
@@ -32,4 +33,5 @@ pub use profile::{
     Attention, Check, DeviceKind, DeviceProfile, Orientation, PROFILE_FORMAT, PerType, Products,
     ProfileError, Stream,
 };
+pub use quantizer::{FillPiece, Quantize, QuantizeNested, Quantizer};
 pub use schedule::{OpTime, Schedule, schedule};

@@ -193,9 +193,9 @@ fn settings(args: &SweepArgs) -> Value {
     }
     if r.method != MethodArg::Full {
         settings["lora"] = json!({
-            "rank": r.lora.lora_rank,
-            "dropout": r.lora.lora_dropout,
-            "targets": r.lora.lora_targets,
+            "rank": r.lora.rank(),
+            "dropout": r.lora.dropout(),
+            "targets": r.lora.targets(),
             "modules_to_save": r.lora.modules_to_save,
             "quant": r.quant.quant.map(|q| format!("{q:?}").to_lowercase()),
             "quant_head": r.quant.quant_head,
