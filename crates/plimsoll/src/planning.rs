@@ -220,7 +220,7 @@ impl Planner {
                 ));
             }
         }
-        if recipe.method == Method::Full && recipe.offload == Offload::None {
+        if recipe.method == Method::Full && recipe.offload.is_none() {
             lines.extend(self.offload_advice(arch, recipe, planned));
         }
         if lines.is_empty() && recipe.seq > 1 {
@@ -248,23 +248,22 @@ impl Planner {
         recipe: &Recipe,
         planned: &PlanReport,
     ) -> Vec<String> {
-        let offloads = [Offload::Optimizer, Offload::OptimizerWeights];
+        let offloads = [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS];
         let line = |offload: Offload| {
             let with = |batch| Recipe {
                 recompute: RecomputePlan::uniform(Recompute::Block),
                 max_grad_norm: None,
                 optimizer_in_backward: true,
                 accumulate: 1,
-                offload,
+                offload: offload.clone(),
                 batch,
                 ..recipe.clone()
             };
             let (batch, report) = self.largest_batch(arch, with, recipe.batch * 2)?;
             let speed = report.tokens_per_second / planned.tokens_per_second - 1.0;
             Some(format!(
-                "offload={} (recompute block, optimizer in backward, max-grad-norm 0) fits \
+                "offload={offload} (recompute block, optimizer in backward, max-grad-norm 0) fits \
                  batch {batch} ({} and {} of host memory, {:+.0} % tokens/s)",
-                offload.name(),
                 units::bytes(report.peak_bytes + report.overhead_bytes),
                 units::bytes(report.host_bytes),
                 speed * 100.0

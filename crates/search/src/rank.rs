@@ -50,15 +50,15 @@ pub fn first_lever(
             changes.push((Price::Time, change, fused));
         }
         if recipe.sharding.ranks == 1 {
-            for offload in [Offload::Optimizer, Offload::OptimizerWeights] {
-                let change = format!("--offload {}", offload.name());
+            for offload in [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS] {
+                let change = format!("--offload {offload}");
                 changes.push((Price::Time, change, Recipe { offload, ..recipe.clone() }));
             }
         }
         let adapters = Recipe {
             method: Method::Lora,
             lora: Some(lora.clone()),
-            offload: Offload::None,
+            offload: Offload::NONE,
             ..recipe.clone()
         };
         changes.push((Price::Method, "--method lora".to_owned(), adapters));
@@ -77,7 +77,7 @@ pub fn first_lever(
             method: Method::Lora,
             lora: adapters,
             quant,
-            offload: Offload::None,
+            offload: Offload::NONE,
             ..recipe.clone()
         };
         changes.push((Price::Method, "--method qlora".to_owned(), four));
@@ -157,7 +157,7 @@ mod tests {
     #[test]
     fn offload_and_zero_are_levers() {
         let plan = |r: &Recipe| {
-            let saved = 300 * u64::from(r.sharding.zero) + if r.offload.state() { 500 } else { 0 };
+            let saved = 300 * u64::from(r.sharding.zero) + if r.offload.optimizer { 500 } else { 0 };
             let peak_bytes = 1000 - saved;
             let tokens_per_second = 100.0 - saved as f64 / 100.0;
             let fits = Some(peak_bytes <= 600);

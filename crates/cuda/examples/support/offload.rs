@@ -102,9 +102,9 @@ pub fn check(report: &mut Report) {
         for (name, plain) in recipes() {
             let mut without = Run::new(&arch, &plain);
             for offload in
-                [Offload::Optimizer, Offload::OptimizerWeights, Offload::OptimizerActivations]
+                [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS]
             {
-                let what = format!("{}: {name}, offload {}", arch.name, offload.name());
+                let what = format!("{}: {name}, offload {offload}", arch.name);
                 let mut with = Run::new(&arch, &Recipe { offload, ..plain.clone() });
                 let difference = with.difference(&mut without);
                 println!("{what}: {}", difference.as_deref().unwrap_or("same bits"));

@@ -4,6 +4,7 @@
 //! [`logits`] all logits of one batch, [`infer`] some new tokens against a KV
 //! cache. All of them are written with the same blocks.
 
+mod activations;
 mod block;
 mod builder;
 mod head;
@@ -51,7 +52,7 @@ pub fn train(
     if !recipe.optimizer_in_backward {
         optimizer::update_all(&mut b, &model, &units);
     }
-    Ok(offload::offload(b.finish(), arch, recipe))
+    Ok(offload::offload(b))
 }
 
 /// Forward and backward of one micro-batch.
@@ -65,6 +66,9 @@ fn micro_batch(b: &mut Builder, model: &Model, units: &Units, accumulate: bool) 
     for layer in &model.layers {
         b.gather(units.layers.get(layer.index + 1).unwrap_or(&units.head));
         let (out, saved) = forward_block(b, layer, x);
+        if b.recipe.offload.activations.contains(layer.index) {
+            b.kept.push(saved.tensors());
+        }
         // Backward begins with the last block.
         if layer.index < last {
             b.release(&units.layers[layer.index]);
@@ -166,7 +170,7 @@ fn forward_only(
         b.release(&units.layers[layer.index]);
     }
     head(&mut b, &model, x);
-    Ok(offload::offload(b.finish(), arch, recipe))
+    Ok(offload::offload(b))
 }
 
 /// `tokens` new tokens of every sequence against a KV cache of `recipe.seq`
@@ -197,5 +201,5 @@ pub fn infer(
         x = infer_block(&mut b, layer, x);
     }
     head::last_logits(&mut b, &model, x);
-    Ok(b.finish())
+    Ok(b.finish().0)
 }

@@ -1,5 +1,5 @@
-//! Offload: a program whose weights, optimizer state or block inputs live in host
-//! memory, and visit the device when they are used.
+//! Offload: a program whose weights or optimizer state live in host memory and visit
+//! the device when they are used; [`super::activations`] does the like for activations.
 //!
 //! A rewrite of the program as it is without: the same ops in the same order, on
 //! staging tensors, with copies between them. Staging tensors have places of their
@@ -9,14 +9,14 @@
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_quant::STATE_BLOCK;
 
+use super::activations;
+use super::builder::Builder;
 use crate::{
     Access, Class, Home, Op, OpKind, Phase, Program, Recipe, Section, Shard, Tensor, TensorId, View,
 };
 
 /// Layers whose weights are on the device at once.
 const WEIGHT_SLOTS: usize = 2;
-/// Inputs of blocks that are on the device at once: the last ones never leave it.
-const INPUT_SLOTS: usize = 3;
 /// Layers whose optimizer state fits in its staging tensors.
 const STATE_LAYERS: usize = 2;
 /// Elements of one piece of state: 16 MiB where they take a byte each. Smaller
@@ -27,17 +27,18 @@ const LEAST_ELEMENTS: usize = 4096;
 const PIECE_ALIGNMENT: usize = 2048;
 
 /// Moves what the recipe wants to host memory.
-pub(super) fn offload(mut program: Program, arch: &Architecture, recipe: &Recipe) -> Program {
-    if recipe.offload.weights() {
+pub(super) fn offload(b: Builder) -> Program {
+    let (arch, recipe) = (b.arch, b.recipe);
+    let (mut program, kept) = b.finish();
+    if recipe.offload.weights {
         let groups = weight_groups(&mut program, arch);
         program = visit(program, &groups);
     }
-    if recipe.offload.activations() && program.section(super::FIRST_MICRO_BATCH).is_some() {
-        let groups = input_groups(&mut program, arch, recipe);
-        program = visit(program, &groups);
-    }
-    if recipe.offload.state() {
+    if recipe.offload.optimizer {
         program = stream_state(program, arch, recipe);
+    }
+    if !kept.is_empty() {
+        program = activations::offload(program, &kept);
     }
     program
 }
@@ -84,23 +85,6 @@ fn weight_groups(program: &mut Program, arch: &Architecture) -> Vec<Group> {
         groups.push(Group { slots, members });
     }
     groups
-}
-
-/// What enters each block, and the head: one group for each micro-batch that the
-/// program spells out, in the same staging tensors.
-fn input_groups(program: &mut Program, arch: &Architecture, recipe: &Recipe) -> Vec<Group> {
-    let outputs = (0..arch.num_hidden_layers).map(|l| format!("layers.{l}.out"));
-    let names: Vec<String> = std::iter::once("embed".to_owned()).chain(outputs).collect();
-    let inputs: Vec<Vec<TensorId>> =
-        names.iter().map(|name| find(program, Class::Activation, name)).collect();
-    let shape = vec![recipe.batch, recipe.seq, arch.hidden_size];
-    let slots: Vec<TensorId> = (0..INPUT_SLOTS.min(names.len()))
-        .map(|n| staging(program, format!("staging.{n}.input"), shape.clone(), recipe.precision))
-        .collect();
-    let micro_batches = inputs.iter().map(Vec::len).min().unwrap_or(0);
-    (0..micro_batches)
-        .map(|n| Group { slots: slots.clone(), members: inputs.iter().map(|t| t[n]).collect() })
-        .collect()
 }
 
 /// A stay of one tensor in a staging tensor, from its first op to its last.
@@ -245,7 +229,7 @@ struct Piece {
 /// Piece by piece, in the order of the updates: state comes in, the update works on
 /// it, it goes out, and what comes a ring later takes its place.
 fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> Program {
-    let keep_embedding = recipe.optimizer_in_backward && !recipe.offload.weights();
+    let keep_embedding = recipe.optimizer_in_backward && !recipe.offload.weights;
     let streams = |program: &Program, op: &Op| {
         let (param, _, state) = op.kind.update_operands()?;
         let t = program.tensor(param.tensor);
