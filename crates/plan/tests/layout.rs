@@ -5,7 +5,8 @@ use std::time::Instant;
 use plimsoll_arch::{Architecture, DType, preset};
 use plimsoll_plan::{h200_profile, lay_out, lay_out_together, schedule};
 use plimsoll_program::{
-    AdamW, Home, NoWorkspace, Offload, Optimizer, Recipe, Recompute, RecomputePlan, build,
+    AdamW, Codebook, Home, Lora, NoWorkspace, Offload, Optimizer, Quant, Recipe, Recompute,
+    RecomputePlan, build,
 };
 
 fn arch(name: &str) -> Architecture {
@@ -136,6 +137,38 @@ fn both_slabs_are_tight_and_nobody_overlaps() {
             assert!(none || layout.slab_bytes < slab);
         }
     }
+}
+
+#[test]
+fn activations_away_cost_memory_of_the_host_alone() {
+    let arch = arch("llama-3-8b");
+    let four = Quant { codebook: Codebook::Nf4, double: true, head: false };
+    let plan = |recompute: &str, offload: &str| {
+        let recipe = Recipe {
+            quant: Some(four),
+            max_grad_norm: None,
+            recompute: recompute.parse().unwrap(),
+            offload: offload.parse().unwrap(),
+            ..Recipe::lora(DType::Bf16, 4, 2048, Lora::default())
+        };
+        let program = build::train(&arch, &recipe, &NoWorkspace).unwrap();
+        program.verify().unwrap();
+        let layout = lay_out(&program);
+        layout.verify(&program).unwrap();
+        assert!(layout.fragmentation() < 0.02);
+        let seconds = schedule(&program, &layout, h200_profile(), None).step_seconds;
+        (seconds, layout.slab_bytes, layout.host_bytes)
+    };
+    // The link follows: no second is lost, and the device holds less than with
+    // everything computed again.
+    let (block, mlp) = (plan("block", "none"), plan("mlp", "none"));
+    let away = plan("mlp", "activations");
+    assert!(away.0 < 1.002 * mlp.0 && away.0 < 0.93 * block.0, "{} {} {}", away.0, mlp.0, block.0);
+    assert!(away.1 < block.1 && away.1 < mlp.1 / 2, "{} {} {}", away.1, mlp.1, block.1);
+    assert!(away.2 > 9_000_000_000);
+    // Where it cannot follow, computation waits and memory is held back all the same.
+    let (norms, away) = (plan("norms", "none"), plan("norms", "activations"));
+    assert!(away.0 > norms.0 && away.1 < norms.1 / 2, "{} of {}", away.1, norms.1);
 }
 
 #[test]

@@ -8,9 +8,7 @@ use plimsoll_torch::{
 };
 
 use crate::exit::Stop;
-use crate::recipe_args::{
-    MethodArg, OptimizerArg, Precision as Dtype, QuantArg, RecipeArgs,
-};
+use crate::recipe_args::{MethodArg, OptimizerArg, Precision as Dtype, QuantArg, RecipeArgs};
 
 /// Whose run is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -70,7 +70,10 @@ impl RecomputePlan {
     /// `level` on the first `layers` layers, `rest` on the others.
     pub fn first_layers(layers: usize, level: Recompute, rest: Recompute) -> RecomputePlan {
         let range = |last| (LayerRange { first: 0, last, step: 1 }, level);
-        RecomputePlan { default: rest, ranges: layers.checked_sub(1).map(range).into_iter().collect() }
+        RecomputePlan {
+            default: rest,
+            ranges: layers.checked_sub(1).map(range).into_iter().collect(),
+        }
     }
 
     pub fn level(&self, layer: usize) -> Recompute {
@@ -340,7 +343,8 @@ impl Recipe {
             return Err(self.no_offload("inference has no optimizer and keeps no activations"));
         }
         if self.offload.optimizer && self.method != Method::Full {
-            let why = "the optimizer state of adapters is small, activations alone can be offloaded";
+            let why =
+                "the optimizer state of adapters is small, activations alone can be offloaded";
             return Err(self.no_offload(why));
         }
         let mut layers = 0..arch.num_hidden_layers;

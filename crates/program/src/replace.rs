@@ -152,8 +152,7 @@ mod tests {
             let arch = preset(name).unwrap();
             let full = Recipe { accumulate: 2, ..Recipe::full(DType::Bf16, 1, 64) };
             let eight = Optimizer::AdamW8bit(AdamW8bit::default());
-            let sgd =
-                Optimizer::Sgd(Sgd { momentum: 0.9, weight_decay: 0.0, state: DType::F32 });
+            let sgd = Optimizer::Sgd(Sgd { momentum: 0.9, weight_decay: 0.0, state: DType::F32 });
             let ranks = |zero| Sharding { ranks: 2, zero, reduce: DType::F32 };
             for recipe in [
                 full.clone(),

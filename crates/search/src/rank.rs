@@ -157,7 +157,8 @@ mod tests {
     #[test]
     fn offload_and_zero_are_levers() {
         let plan = |r: &Recipe| {
-            let saved = 300 * u64::from(r.sharding.zero) + if r.offload.optimizer { 500 } else { 0 };
+            let saved =
+                300 * u64::from(r.sharding.zero) + if r.offload.optimizer { 500 } else { 0 };
             let peak_bytes = 1000 - saved;
             let tokens_per_second = 100.0 - saved as f64 / 100.0;
             let fits = Some(peak_bytes <= 600);

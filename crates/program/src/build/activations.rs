@@ -80,15 +80,16 @@ struct Trip {
     fetched: usize,
 }
 
-/// What is kept in one section, and how busy its lanes are beside.
+/// What is kept in one section, and what moves beside.
 struct Stays {
     stays: Vec<Stay>,
     first: usize,
     /// By op, in bytes that the link could move meanwhile.
     compute: Vec<f64>,
-    /// By op, bytes that other copies move.
-    out: Vec<f64>,
-    back: Vec<f64>,
+    /// Other copies to the host.
+    stores: Vec<usize>,
+    /// Other copies to the device, each with the op that wants what it brings.
+    loads: Vec<(usize, usize)>,
     /// Bytes that may be on their way.
     most: f64,
 }
@@ -96,10 +97,6 @@ struct Stays {
 impl Stays {
     fn new(program: &Program, section: &Section, kept: &[Vec<TensorId>]) -> Stays {
         let ops = &program.ops[section.ops.clone()];
-        let lane = |lane: Lane| -> Vec<f64> {
-            let copied = |op: &Op| if op.kind.lane() == lane { program.work(op).bytes / 2.0 } else { 0.0 };
-            ops.iter().map(copied).collect()
-        };
         let mut uses: HashMap<TensorId, (Option<usize>, Option<usize>)> = HashMap::new();
         for (at, op) in section.ops.clone().zip(ops) {
             op.kind.for_each_operand(|t, access| {
@@ -110,6 +107,19 @@ impl Stays {
                     *written = Some(at);
                 }
             });
+        }
+        let (mut stores, mut loads) = (Vec::new(), Vec::new());
+        let mut wanted: HashMap<TensorId, usize> = HashMap::new();
+        for (at, op) in section.ops.clone().zip(ops).rev() {
+            match &op.kind {
+                OpKind::ToHost { .. } => stores.push(at),
+                OpKind::ToDevice { to, .. } => {
+                    loads.push((at, wanted.get(&to.tensor).copied().unwrap_or(section.ops.end)));
+                }
+                kind => kind.for_each_operand(|t, _| {
+                    wanted.insert(t, at);
+                }),
+            }
         }
         let mut stays = Vec::new();
         let mut largest = 0.0f64;
@@ -131,22 +141,32 @@ impl Stays {
             stays,
             first: section.ops.start,
             compute: ops.iter().map(|op| link_bytes(program, op)).collect(),
-            out: lane(Lane::DeviceToHost),
-            back: lane(Lane::HostToDevice),
+            stores,
+            loads,
             most: LAYERS_UNDER_WAY * largest,
         }
     }
 
-    /// What leaves, and when. A stay that would end before it has begun is none: what
-    /// the last blocks keep, backward wants at once.
+    /// What leaves, and when. What the last blocks keep, backward wants before it would be
+    /// gone: it stays, as long as that is no more than may be under way. Beyond that it is
+    /// stored before backward begins and fetched after that, and computation waits.
     fn trips(mut self) -> Vec<(Stay, Trip)> {
+        let backward = self.stays.iter().map(|stay| stay.needed).min().unwrap_or(0);
+        let mut room = self.most;
         loop {
-            let trips = self.plan();
-            let hasty = trips.iter().rposition(|trip| trip.stored + 1 >= trip.fetched);
-            match hasty {
-                Some(stay) => self.stays.remove(stay),
-                None => return self.stays.into_iter().zip(trips).collect(),
-            };
+            let mut trips = self.plan();
+            let hasty = |trip: &Trip| trip.stored + 1 >= trip.fetched;
+            if let Some(last) = trips.iter().rposition(hasty)
+                && self.stays[last].bytes <= room
+            {
+                room -= self.stays.remove(last).bytes;
+                continue;
+            }
+            for (trip, stay) in trips.iter_mut().zip(&self.stays).filter(|(trip, _)| hasty(trip)) {
+                trip.stored = trip.stored.min(backward.saturating_sub(2)).max(stay.written);
+                trip.fetched = trip.fetched.max(backward).min(stay.needed);
+            }
+            return self.stays.into_iter().zip(trips).collect();
         }
     }
 
@@ -155,27 +175,29 @@ impl Stays {
     fn plan(&self) -> Vec<Trip> {
         let last = self.compute.len().saturating_sub(1);
         let out = self.stays.iter().map(|s| (s.written - self.first, s.bytes));
-        let stored = under_way(&self.compute, &self.out, out.collect(), self.most);
-        let reversed = |list: &[f64]| -> Vec<f64> { list.iter().rev().copied().collect() };
+        let stored = under_way(&self.compute, out.collect(), self.most);
+        let reversed: Vec<f64> = self.compute.iter().rev().copied().collect();
         let back = self.stays.iter().map(|s| (last - (s.needed - self.first), s.bytes));
-        let (compute, busy) = (reversed(&self.compute), reversed(&self.back));
-        let fetched = under_way(&compute, &busy, back.collect(), self.most);
-        let trip = |(stored, fetched)| Trip {
-            stored: self.first + stored,
-            fetched: self.first + last - fetched,
-        };
-        stored.into_iter().zip(fetched).map(trip).collect()
+        let fetched = under_way(&reversed, back.collect(), self.most);
+        let ends = stored.into_iter().zip(fetched);
+        let trips =
+            ends.map(|(s, f)| Trip { stored: self.first + s, fetched: self.first + last - f });
+        trips.zip(&self.stays).map(|(trip, stay)| self.in_order(*stay, trip)).collect()
+    }
+
+    /// A lane keeps its order: other copies that are ready later, or wanted later, are not
+    /// waited for.
+    fn in_order(&self, stay: Stay, trip: Trip) -> Trip {
+        let later = self.stores.iter().copied().filter(|at| *at > stay.written);
+        let stored = later.map(|at| at - 1).fold(trip.stored, usize::min);
+        let later = self.loads.iter().filter(|(at, by)| *at > stored && *by > stay.needed);
+        Trip { stored, fetched: later.map(|(at, _)| *at).fold(trip.fetched, usize::min) }
     }
 }
 
 /// For transfers (the op behind which each can begin, its bytes), the op behind which
-/// each has ended: one after the other, beside ops that compute and other copies.
-fn under_way(
-    compute: &[f64],
-    busy: &[f64],
-    transfers: Vec<(usize, f64)>,
-    most: f64,
-) -> Vec<usize> {
+/// each has ended: one after the other, beside what computes.
+fn under_way(compute: &[f64], transfers: Vec<(usize, f64)>, most: f64) -> Vec<usize> {
     let mut order: Vec<usize> = (0..transfers.len()).collect();
     order.sort_by_key(|n| transfers[*n].0);
     let mut waiting = order.into_iter().peekable();
@@ -192,9 +214,6 @@ fn under_way(
             ended[transfer] = at.saturating_sub(1);
         }
         now += compute[at];
-        if busy[at] > 0.0 {
-            link = link.max(now) + busy[at];
-        }
         while let Some(transfer) = waiting.next_if(|n| transfers[*n].0 == at) {
             link = link.max(now) + transfers[transfer].1;
             bytes += transfers[transfer].1;
