@@ -223,7 +223,7 @@ pub struct RecipeArgs {
     pub max_grad_norm: f32,
     /// Activations that backward computes again: none, norms, mlp, block, a list by
     /// layers such as block:0-15,norms or block:0-30/2,norms, or auto: the least that
-    /// fits.
+    /// fits, or with --offload activations the fastest that does.
     #[arg(long, default_value = "none")]
     pub recompute: String,
     /// Update each parameter as soon as its gradient is complete, so that gradients

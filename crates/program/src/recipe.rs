@@ -76,11 +76,20 @@ impl RecomputePlan {
         }
     }
 
+    /// `level` on the first layer and on every `step`-th behind it, `rest` on the others.
+    pub fn every(step: usize, level: Recompute, rest: Recompute) -> RecomputePlan {
+        let range = LayerRange { first: 0, last: LAST_LAYER, step: step.max(1) };
+        RecomputePlan { default: rest, ranges: vec![(range, level)] }
+    }
+
     pub fn level(&self, layer: usize) -> Recompute {
         let range = self.ranges.iter().rev().find(|(range, _)| range.contains(layer));
         range.map_or(self.default, |(_, level)| *level)
     }
 }
+
+/// Beyond the layers of any model.
+const LAST_LAYER: usize = 999;
 
 impl fmt::Display for RecomputePlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
