@@ -338,15 +338,8 @@ impl Recipe {
         if !matches!(reduce, DType::F32 | DType::Bf16) {
             return Err(RecipeError::Reduce { reduce });
         }
-        if ranks > 1 && self.offload.optimizer {
-            let why = "several ranks divide the optimizer state already: use --zero";
-            return Err(self.no_offload(why));
-        }
         if ranks > 1 && self.method == Method::Infer {
             return Err(RecipeError::InferRanks { ranks });
-        }
-        if ranks > 1 && self.optimizer_in_backward {
-            return Err(RecipeError::FusedOptimizer { with: "several ranks" });
         }
         if !self.offload.is_none() && self.method == Method::Infer {
             return Err(self.no_offload("inference has no optimizer and keeps no activations"));

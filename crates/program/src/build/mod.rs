@@ -51,6 +51,8 @@ pub fn train(
     b.begin_section(UPDATE, 1);
     if !recipe.optimizer_in_backward {
         optimizer::update_all(&mut b, &model, &units);
+    } else if recipe.sharding.ranks > 1 {
+        optimizer::update_rest(&mut b, &model);
     }
     Ok(offload::offload(b))
 }
@@ -109,14 +111,18 @@ fn embed(b: &mut Builder, model: &Model, units: &Units) -> TensorId {
     x
 }
 
+/// A unit whose gradients are on their way to the other ranks.
+type UnderWay<'a> = (Reduction, &'a Unit);
+
 /// Sums the gradients of a unit over the ranks, where that is done in backward.
-fn reduce(b: &mut Builder, unit: &Unit) -> Option<Reduction> {
-    b.reduces_in_backward().then(|| b.reduce(unit))
+fn reduce<'a>(b: &mut Builder, unit: &'a Unit) -> Option<UnderWay<'a>> {
+    b.reduces_in_backward().then(|| (b.reduce(unit), unit))
 }
 
-fn finish(b: &mut Builder, reduction: Option<Reduction>) {
-    if let Some(reduction) = reduction {
+fn finish(b: &mut Builder, under_way: Option<UnderWay>) {
+    if let Some((reduction, unit)) = under_way {
         b.finish_reduction(reduction);
+        optimizer::unit_complete(b, unit);
     }
 }
 

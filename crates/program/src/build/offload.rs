@@ -57,9 +57,14 @@ impl Group {
 }
 
 /// A tensor on the device that holds one guest after the other.
-fn staging(program: &mut Program, name: String, shape: Vec<usize>, dtype: DType) -> TensorId {
+fn staging(
+    program: &mut Program,
+    name: String,
+    shape: Vec<usize>,
+    dtype: DType,
+    shard: Shard,
+) -> TensorId {
     let (class, home, resident) = (Class::Staging, Home::Device, true);
-    let shard = Shard::Whole;
     program.tensors.push(Tensor { name, shape, dtype, class, home, shard, resident });
     TensorId::new(program.tensors.len() - 1)
 }
@@ -78,10 +83,9 @@ fn weight_groups(program: &mut Program, arch: &Architecture) -> Vec<Group> {
         let members: Vec<TensorId> =
             names.flat_map(|name| find(program, Class::Weight, &name)).collect();
         let Some(first) = members.first() else { continue };
-        let (shape, dtype) = (program.tensor(*first).shape.clone(), program.tensor(*first).dtype);
-        let slots = (0..WEIGHT_SLOTS.min(members.len()))
-            .map(|n| staging(program, format!("staging.{n}.{kind}"), shape.clone(), dtype))
-            .collect();
+        let Tensor { shape, dtype, shard, .. } = program.tensor(*first).clone();
+        let slot = |n| staging(program, format!("staging.{n}.{kind}"), shape.clone(), dtype, shard);
+        let slots = (0..WEIGHT_SLOTS.min(members.len())).map(slot).collect();
         groups.push(Group { slots, members });
     }
     groups
@@ -201,8 +205,12 @@ fn visits(program: &Program, group: &Group, section: &Section) -> Vec<Vec<Visit>
     slots
 }
 
+/// What a rank has of a tensor.
 fn whole(program: &Program, tensor: TensorId) -> View {
     let t = program.tensor(tensor);
+    if let Shard::Part { part, .. } = t.shard {
+        return View::of_part(tensor, part, 0, part);
+    }
     View { tensor, row: 0, col: 0, rows: t.rows(), cols: t.cols(), stride: t.cols() }
 }
 
@@ -213,12 +221,22 @@ struct Ring {
     slots: Vec<Vec<TensorId>>,
 }
 
-/// Some rows of a parameter with its state.
+/// Some rows of a parameter, or elements of a rank's part of it, with its state.
 struct Piece {
     /// The update that it is a part of.
     op: usize,
     rows: std::ops::Range<usize>,
     ring: usize,
+}
+
+/// A parameter as what its pieces are cut from: its rows, or the elements of a part.
+fn sliced(program: &Program, param: View) -> View {
+    match program.tensor(param.tensor).shard {
+        Shard::Whole => param,
+        Shard::Padded { part, .. } | Shard::Part { part, .. } => {
+            View { row: 0, col: 0, rows: part, cols: 1, stride: 1, ..param }
+        }
+    }
 }
 
 /// Moves the state of matrices to host memory; that of norms and biases, a few
@@ -235,7 +253,7 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
         let t = program.tensor(param.tensor);
         let stays = t.shape.len() < 2 || (keep_embedding && t.name == "embed_tokens");
         let state: Vec<View> = state.into_iter().flatten().collect();
-        (!stays && !state.is_empty()).then_some((param, state))
+        (!stays && !state.is_empty()).then(|| (sliced(program, param), state))
     };
     let updates: Vec<(usize, View, Vec<View>)> = program
         .ops
@@ -262,7 +280,7 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
     }
     for (n, ring) in rings.iter_mut().enumerate() {
         let mine = || pieces.iter().filter(|p| p.ring == n);
-        let cols = |op: usize| program.ops[op].kind.update_operands().map_or(0, |(p, ..)| p.cols);
+        let cols = |op: usize| updates.iter().find(|u| u.0 == op).map_or(0, |u| u.1.cols);
         let largest = mine().map(|p| p.rows.len() * cols(p.op)).max().unwrap_or(0);
         let layers = STATE_LAYERS.min(arch.num_hidden_layers);
         let count = (layers * mine().count()).div_ceil(arch.num_hidden_layers).max(4);
@@ -271,7 +289,7 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
                 let scales = part >= 2;
                 let cols = if scales { largest.div_ceil(STATE_BLOCK) } else { largest };
                 let name = format!("staging.{slot}.state.{n}.{part}");
-                staging(&mut program, name, vec![1, cols], dtype)
+                staging(&mut program, name, vec![1, cols], dtype, Shard::Whole)
             });
             ring.slots.push(tensors.collect());
         }
@@ -363,22 +381,28 @@ impl Staged {
         let mut operand = 0;
         let (first, elements) = match op.kind.update_operands() {
             Some((param, ..)) => {
-                let part = param.rows_at(piece.rows.start, rows);
-                (part.first() - param.first(), part.elements())
+                let all = sliced(program, param);
+                let part = all.rows_at(piece.rows.start, rows);
+                (part.first() - all.first(), part.elements())
             }
             None => unreachable!("pieces are of updates"),
+        };
+        let blocks = (first / STATE_BLOCK, elements.div_ceil(STATE_BLOCK));
+        let cut = |view: View, scales: bool| match program.tensor(view.tensor).shard {
+            Shard::Whole if scales => view.cols_at(blocks.0, blocks.1),
+            Shard::Whole => view.rows_at(piece.rows.start, rows),
+            Shard::Padded { part, .. } | Shard::Part { part, .. } => {
+                let (first, elements) = if scales { blocks } else { (first, elements) };
+                View::of_part(view.tensor, part, first, elements)
+            }
         };
         update.kind.map_update(|view| {
             operand += 1;
             match operand - 1 {
                 // Parameter and gradient are where they were.
-                0 | 1 => view.rows_at(piece.rows.start, rows),
+                0 | 1 => cut(view, false),
                 n => {
-                    let host = if n < 4 {
-                        view.rows_at(piece.rows.start, rows)
-                    } else {
-                        view.cols_at(first / STATE_BLOCK, elements.div_ceil(STATE_BLOCK))
-                    };
+                    let host = cut(view, n >= 4);
                     let here =
                         View { rows: 1, cols: host.elements(), ..whole(program, slot[n - 2]) };
                     state.push((host, here));
