@@ -238,7 +238,7 @@ pub struct RecipeArgs {
     /// --recompute keeps more in some layers than in others.
     #[arg(long, default_value = "none")]
     pub offload: Offload,
-    /// Host memory that offload may take [default: the machine's, as it is now; for a
+    /// Host memory that offload may take, all ranks of a machine together [default: the machine's, as it is now; for a
     /// plan no limit]
     #[arg(long, value_parser = crate::units::parse_bytes)]
     pub host_memory: Option<u64>,

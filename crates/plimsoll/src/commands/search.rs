@@ -267,7 +267,12 @@ fn moved_name(recipe: &Recipe) -> String {
     match (&recipe.offload, recipe.sharding.ranks) {
         (offload, 1) if offload.is_none() => String::new(),
         (offload, 1) => format!(", offload {offload}"),
-        (_, ranks) => format!(", ZeRO {} over {ranks} GPUs", recipe.sharding.zero),
+        (offload, ranks) => {
+            let zero = recipe.sharding.zero;
+            let offload =
+                if offload.is_none() { String::new() } else { format!(", offload {offload}") };
+            format!(", ZeRO {zero} over {ranks} GPUs{offload}")
+        }
     }
 }
 
@@ -319,7 +324,8 @@ fn table(
             if recipe.optimizer_in_backward { "in backward" } else { "end of step" },
             match ranks {
                 1 => recipe.offload.to_string(),
-                _ => recipe.sharding.zero.to_string(),
+                _ if recipe.offload.is_none() => recipe.sharding.zero.to_string(),
+                _ => format!("{}, {}", recipe.sharding.zero, recipe.offload),
             },
             gib(candidate.bytes()),
             gib(report.memory_bytes.unwrap_or(0)),
