@@ -33,8 +33,12 @@ pub struct Space {
 }
 
 /// What is tried of offload.
-const OFFLOADS: [Offload; 3] =
-    [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS];
+const OFFLOADS: [Offload; 4] = [
+    Offload::OPTIMIZER,
+    Offload::OPTIMIZER_WEIGHTS,
+    Offload::OPTIMIZER_ACTIVATIONS,
+    Offload::ACTIVATIONS,
+];
 
 /// Sequences in a micro-batch beyond which nothing is gained by more.
 const MOST: usize = 128;
@@ -59,9 +63,9 @@ impl Space {
                 ..base.clone()
             };
             methods = vec![full];
-            // Adapters have nothing to offload, and update at the end of the step or
+            // Adapters have no state worth offloading, and update at the end of the step or
             // inside backward as given.
-            if base.offload.is_none() {
+            if !base.offload.optimizer {
                 methods.extend([with(None), with(Some(dq))]);
             }
         }
@@ -148,7 +152,11 @@ fn moved(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
                 let sharding = Sharding { zero, ..kind.sharding };
                 Recipe { sharding, ..kind.clone() }
             }));
-        } else if kind.method == Method::Full && !fixed.offload && kind.offload.is_none() {
+        } else if kind.method != Method::Infer && !fixed.offload && kind.offload.is_none() {
+            if kind.method != Method::Full {
+                out.push(Recipe { offload: Offload::ACTIVATIONS, ..kind });
+                continue;
+            }
             let clips = fixed.max_grad_norm && kind.max_grad_norm.is_some();
             let decided = fixed.optimizer_in_backward || clips || kind.accumulate > 1;
             let fused = if decided {
@@ -163,12 +171,16 @@ fn moved(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
     out
 }
 
-/// One level for all layers, lighter before heavier: those that matter to what is
-/// divided or offloaded. Inputs of blocks are kept, and can be offloaded, where blocks
-/// are computed again.
+/// Levels that matter to what is divided or offloaded, lighter before heavier. Of
+/// activations the link has time for what `mlp` keeps and a little more, and beside state
+/// for the inputs of blocks.
 fn levels(recipe: &Recipe, fixed: Fixed) -> Vec<RecomputePlan> {
     if fixed.recompute {
         return vec![recipe.recompute.clone()];
+    }
+    if recipe.offload == Offload::ACTIVATIONS {
+        let some = RecomputePlan::every(5, Recompute::Norms, Recompute::Mlp);
+        return vec![some, RecomputePlan::uniform(Recompute::Mlp)];
     }
     let levels: &[Recompute] = match &recipe.offload {
         offload if offload.is_none() => &[Recompute::None, Recompute::Mlp, Recompute::Block],
@@ -209,8 +221,9 @@ mod tests {
         let lora = Lora::default();
         let all = Space::of(&base, &lora, 8, Fixed::default());
         // Full: 3 optimizers, twice; LoRA and QLoRA: one; 13 recompute plans. Two
-        // optimizers with two offloads at two levels and one at one.
-        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (2 * 2 + 1));
+        // optimizers with three offloads at two levels and one at one; for adapters that
+        // of activations.
+        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (3 * 2 + 1) + 2 * 2);
         assert!(all.size() > 10_000);
         assert!(all.lines.iter().all(|r| r.batch == 1));
         assert!(all.lines.iter().all(|r| !r.optimizer_in_backward || r.max_grad_norm.is_none()));
