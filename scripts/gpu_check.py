@@ -418,7 +418,7 @@ INSIDE = ["--optimizer-in-backward", "--max-grad-norm", "0", "--optimizer-dtype"
 def offload_point(b, lane, model, batch, options, timeout, iterations=5):
     """A point with its two memories held against the plan: the driver's figure and the kernel's."""
     row = b.json(["point", "--device", "cuda", "--model", model, "--batch", str(batch), "--seq", "2048", "--full-rows",
-                  "--iterations", str(iterations), "--warmup", "2", "--host-memory", "120GiB", *INSIDE, *options],
+                  "--iterations", str(iterations), "--warmup", "2", "--host-memory", "120GiB", *options],
                  lane, timeout)
     agree([dict(row, status="ok", point=" ".join(options))])
     planned, measured = row["host_bytes"], row["measured_host_bytes"]
@@ -436,16 +436,33 @@ def figures(row):
 def offload_memory(b, lane):
     rows = {}
     for offload in ("none", "optimizer", "optimizer+weights", "optimizer+activations"):
-        rows[offload] = offload_point(b, lane, "qwen1.5-0.5b", 2, ["--offload", offload, "--recompute", "block"], 90)
+        rows[offload] = offload_point(b, lane, "qwen1.5-0.5b", 2, [*INSIDE, "--offload", offload, "--recompute", "block"], 90)
     losses = {row["loss"] for row in rows.values()}
     if len(losses) > 1:
         raise Failed(f"losses after 7 steps differ: {losses}")
     return "; ".join(f"{name} {figures(row)}" for name, row in rows.items())
 
 
+ACTIVATIONS = {  # method and optimizer, recompute, offload
+    "QLoRA": (["--method", "qlora", "--optimizer-dtype", "f32", "--max-grad-norm", "0"],
+              "norms:0-27/5,norms:28-31,mlp", "activations:0-27"),
+    "LoRA": (["--method", "lora", "--optimizer-dtype", "f32", "--max-grad-norm", "0"],
+             "norms:0-27/5,norms:28-31,mlp", "activations:0-27"),
+    "full, 8-bit state": (["--optimizer", "adamw8bit", "--optimizer-in-backward", "--max-grad-norm", "0"],
+                          "norms:0-27/5,norms:28-31,mlp", "activations:0-27"),
+}
+
+
+def activations_8b(name):
+    method, recompute, offload = ACTIVATIONS[name]
+    def check(b, lane):
+        return figures(offload_point(b, lane, "llama-3-8b", 4, [*method, "--recompute", recompute, "--offload", offload], 240, 6))
+    return check
+
+
 def offload_8b(batch, offload, *options):
     def check(b, lane):
-        row = offload_point(b, lane, "llama-3-8b", batch, ["--offload", offload, *options], 240, 6)
+        row = offload_point(b, lane, "llama-3-8b", batch, [*INSIDE, "--offload", offload, *options], 240, 6)
         return figures(row)
     return check
 
@@ -558,7 +575,8 @@ ASKED = [("8b offload: batch 1", offload_8b(1, "optimizer")),
          ("8b offload: batch 8", offload_8b(8, "optimizer", "--recompute", "block")),
          ("8b offload: batch 8, without", offload_8b(8, "none", "--recompute", "block")),
          ("8b offload: batch 4, weights too", offload_8b(4, "optimizer+weights", "--recompute", "block")),
-         ("8b offload: batch 4, activations", offload_8b(4, "optimizer+activations", "--recompute", "block"))]
+         ("8b offload: batch 4, activations", offload_8b(4, "optimizer+activations", "--recompute", "block")),
+         *[(f"8b activations: {name}", activations_8b(name)) for name in ACTIVATIONS]]
 
 
 class Result:

@@ -14,7 +14,7 @@ use plimsoll_program::{
     AttentionShape, Codebook, Home, Op, OpKind, Program, QuantizedPart, Shard, StepScalars, Target,
     TensorId, View,
 };
-use plimsoll_quant::{AdamW8bit, DynamicMap, State8bit};
+use plimsoll_quant::{AdamW8bit, DynamicMap, STATE_BLOCK, State8bit};
 
 use crate::kernels::{self, Elem, Mat, QuantizedSlice, Scales};
 use crate::pool::Pool;
@@ -208,12 +208,11 @@ impl<'a> Memory<'a> {
         }
     }
 
-    /// An operand of an update: of what is divided over the ranks, this one's part.
+    /// An operand of an update: of what is divided over the ranks, this one's part or a
+    /// piece of it.
     fn updated<T: bytemuck::Pod>(&self, view: &View) -> &'a mut [T] {
-        match self.program.tensor(view.tensor).shard {
-            Shard::Whole => self.view(view),
-            Shard::Padded { .. } | Shard::Part { .. } => self.part(view.tensor),
-        }
+        let elements = self.program.tensor(view.tensor).updated(view, self.rank);
+        &mut self.part(view.tensor)[elements]
     }
 
     /// All bytes of a tensor, padding included.
@@ -673,18 +672,12 @@ impl Memory<'_> {
                 };
                 let rounding = self.rounding(&scalars, *stream, param);
                 let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
-                with_elem!(
-                    self.dtype(m.tensor),
-                    S,
-                    kernels::adamw(
-                        p,
-                        g,
-                        self.updated::<S>(m),
-                        self.updated::<S>(v),
-                        &hyper,
-                        rounding
-                    )
-                );
+                // A piece of the last rank's part may be longer than what is left of it.
+                let n = p.len();
+                with_elem!(self.dtype(m.tensor), S, {
+                    let (m, v) = (self.updated::<S>(m), self.updated::<S>(v));
+                    kernels::adamw(p, g, &mut m[..n], &mut v[..n], &hyper, rounding);
+                });
             }
             OpKind::AdamW8bit {
                 param,
@@ -712,13 +705,14 @@ impl Memory<'_> {
                     bias_correction2: scalars.bias_correction2,
                     grad_scale: self.clip(*norm),
                 };
-                let state = State8bit {
-                    m: self.updated(m),
-                    v: self.updated(v),
-                    m_absmax: self.updated(m_absmax),
-                    v_absmax: self.updated(v_absmax),
-                };
                 let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
+                let (n, blocks) = (p.len(), p.len().div_ceil(STATE_BLOCK));
+                let state = State8bit {
+                    m: &mut self.updated(m)[..n],
+                    v: &mut self.updated(v)[..n],
+                    m_absmax: &mut self.updated(m_absmax)[..blocks],
+                    v_absmax: &mut self.updated(v_absmax)[..blocks],
+                };
                 let rounding = self.rounding(&scalars, *stream, param);
                 kernels::adamw8bit(p, g, state, &hyper, rounding);
             }
@@ -730,7 +724,8 @@ impl Memory<'_> {
                 let dtype = velocity.map_or(DType::F32, |v| self.dtype(v.tensor));
                 with_elem!(dtype, S, {
                     // A velocity starts at zero, so the first step needs no case of its own.
-                    let velocity = velocity.map(|v| (self.updated::<S>(&v), *momentum, false));
+                    let state = |v: View| &mut self.updated::<S>(&v)[..p.len()];
+                    let velocity = velocity.map(|v| (state(v), *momentum, false));
                     kernels::sgd(p, g, velocity, rates, rounding);
                 });
             }
@@ -743,10 +738,7 @@ impl Memory<'_> {
     fn rounding(&self, scalars: &StepScalars, stream: u32, param: &View) -> kernels::Rounding {
         let seed = scalars.seed ^ u64::from(stream).wrapping_mul(0xd1b5_4a32_d192_ed03);
         let t = self.program.tensor(param.tensor);
-        let first = match t.shard {
-            Shard::Whole => param.first(),
-            Shard::Padded { .. } | Shard::Part { .. } => t.part(self.rank).start,
-        };
+        let first = t.part(self.rank).start + t.updated(param, self.rank).start;
         kernels::Rounding::new(seed).starting_at(first)
     }
 

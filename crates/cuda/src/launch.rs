@@ -76,16 +76,12 @@ impl Launcher<'_> {
     }
 
     /// An operand of an update, its elements, and the place of the first of them in the
-    /// whole tensor: of what is divided over the ranks, this one's part.
+    /// whole tensor: of what is divided over the ranks, this one's part or a piece of it.
     pub fn updated(&self, view: &View) -> (u64, usize, usize) {
         let t = self.program.tensor(view.tensor);
-        match t.shard {
-            Shard::Whole => (self.view(view), view.elements(), view.first()),
-            Shard::Padded { .. } | Shard::Part { .. } => {
-                let part = t.part(self.rank);
-                (self.part(view.tensor), part.len(), part.start)
-            }
-        }
+        let elements = t.updated(view, self.rank);
+        let address = self.part(view.tensor) + (elements.start * t.dtype.bytes()) as u64;
+        (address, elements.len(), t.part(self.rank).start + elements.start)
     }
 
     pub fn dtype(&self, tensor: TensorId) -> DType {

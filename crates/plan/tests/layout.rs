@@ -5,7 +5,8 @@ use std::time::Instant;
 use plimsoll_arch::{Architecture, DType, preset};
 use plimsoll_plan::{h200_profile, lay_out, lay_out_together, schedule};
 use plimsoll_program::{
-    AdamW, Home, NoWorkspace, Offload, Optimizer, Recipe, Recompute, RecomputePlan, build,
+    AdamW, Codebook, Home, Lora, NoWorkspace, Offload, Optimizer, Quant, Recipe, Recompute,
+    RecomputePlan, build,
 };
 
 fn arch(name: &str) -> Architecture {
@@ -97,8 +98,15 @@ fn both_slabs_are_tight_and_nobody_overlaps() {
     for model in ["smollm2-135m", "qwen3-8b", "llama-3-8b"] {
         let arch = arch(model);
         let mut before = None;
-        for offload in Offload::ALL {
-            let recipe = offloaded(offload, 4);
+        for offload in [
+            Offload::NONE,
+            Offload::OPTIMIZER,
+            Offload::OPTIMIZER_WEIGHTS,
+            Offload::OPTIMIZER_ACTIVATIONS,
+            Offload::ACTIVATIONS,
+        ] {
+            let none = offload.is_none();
+            let recipe = offloaded(offload.clone(), 4);
             let train = build::train(&arch, &recipe, &NoWorkspace).unwrap();
             let evaluate = build::evaluate(&arch, &recipe, &NoWorkspace).unwrap();
             train.verify().unwrap();
@@ -109,7 +117,7 @@ fn both_slabs_are_tight_and_nobody_overlaps() {
             let layout = &layouts[0];
             println!(
                 "{model:15} {:22}: {:.2} + {:.2} GB, {:+.3} %",
-                offload.name(),
+                offload.to_string(),
                 layout.slab_bytes as f64 / 1e9,
                 layout.host_bytes as f64 / 1e9,
                 100.0 * layout.fragmentation()
@@ -124,11 +132,43 @@ fn both_slabs_are_tight_and_nobody_overlaps() {
                 .sum();
             // Block inputs are all alive at the end of the forward pass.
             assert!(layout.host_bytes >= far && layout.host_bytes <= far + far / 100);
-            assert_eq!(layout.host_bytes == 0, offload == Offload::None);
+            assert_eq!(layout.host_bytes == 0, none);
             let slab = *before.get_or_insert(layout.slab_bytes);
-            assert!(offload == Offload::None || layout.slab_bytes < slab);
+            assert!(none || layout.slab_bytes < slab);
         }
     }
+}
+
+#[test]
+fn activations_away_cost_memory_of_the_host_alone() {
+    let arch = arch("llama-3-8b");
+    let four = Quant { codebook: Codebook::Nf4, double: true, head: false };
+    let plan = |recompute: &str, offload: &str| {
+        let recipe = Recipe {
+            quant: Some(four),
+            max_grad_norm: None,
+            recompute: recompute.parse().unwrap(),
+            offload: offload.parse().unwrap(),
+            ..Recipe::lora(DType::Bf16, 4, 2048, Lora::default())
+        };
+        let program = build::train(&arch, &recipe, &NoWorkspace).unwrap();
+        program.verify().unwrap();
+        let layout = lay_out(&program);
+        layout.verify(&program).unwrap();
+        assert!(layout.fragmentation() < 0.02);
+        let seconds = schedule(&program, &layout, h200_profile(), None).step_seconds;
+        (seconds, layout.slab_bytes, layout.host_bytes)
+    };
+    // The link follows: no second is lost, and the device holds less than with
+    // everything computed again.
+    let (block, mlp) = (plan("block", "none"), plan("mlp", "none"));
+    let away = plan("mlp", "activations");
+    assert!(away.0 < 1.002 * mlp.0 && away.0 < 0.93 * block.0, "{} {} {}", away.0, mlp.0, block.0);
+    assert!(away.1 < block.1 && away.1 < mlp.1 / 2, "{} {} {}", away.1, mlp.1, block.1);
+    assert!(away.2 > 9_000_000_000);
+    // Where it cannot follow, computation waits and memory is held back all the same.
+    let (norms, away) = (plan("norms", "none"), plan("norms", "activations"));
+    assert!(away.0 > norms.0 && away.1 < norms.1 / 2, "{} of {}", away.1, norms.1);
 }
 
 #[test]
@@ -139,13 +179,13 @@ fn the_link_costs_little_once_there_is_enough_to_do() {
         schedule(&program, &lay_out(&program), h200_profile(), None)
     };
     // Bound by the link: its bytes over its rate, and hardly more.
-    let alone = seconds(Offload::Optimizer, 1);
+    let alone = seconds(Offload::OPTIMIZER, 1);
     let link = alone.lane_seconds.iter().copied().fold(0.0, f64::max);
     assert_eq!(alone.bottleneck, "link");
     let step = alone.step_seconds;
     assert!(step < 1.0 && step < 1.15 * link, "{step} of {link}");
     // Bound by arithmetic: nearly as fast as without.
-    let (none, with) = (seconds(Offload::None, 8), seconds(Offload::Optimizer, 8));
+    let (none, with) = (seconds(Offload::NONE, 8), seconds(Offload::OPTIMIZER, 8));
     assert_eq!(with.bottleneck, "arithmetic");
     assert!(with.step_seconds < 1.02 * none.step_seconds);
 }

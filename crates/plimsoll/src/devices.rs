@@ -86,23 +86,32 @@ impl DeviceArg {
         }
     }
 
-    /// Refuses a slab in host memory that is larger than the host's: `given`, or what
-    /// the kernel says. (What is locked cannot be swapped out.)
+    /// Refuses slabs in host memory, one for each of `ranks` on this machine, that are
+    /// larger than the host's: `given`, or what the kernel says. (What is locked cannot be
+    /// swapped out.)
     ///
     /// # Errors
     /// Status 3.
-    pub fn host_must_fit(self, slabs: SlabSizes, given: Option<u64>) -> Result<(), Stop> {
+    pub fn host_must_fit(
+        self,
+        slabs: SlabSizes,
+        ranks: usize,
+        given: Option<u64>,
+    ) -> Result<(), Stop> {
         if self == DeviceArg::Cpu || slabs.host == 0 {
             return Ok(());
         }
         let own = || plimsoll_measure::machine_memory_limit().map_err(Stop::input);
         let limit = given.map_or_else(own, Ok)?;
-        if slabs.host <= limit {
+        let needed = slabs.host.saturating_mul(ranks as u64);
+        if needed <= limit {
             return Ok(());
         }
         Err(Stop::DoesNotFit(format!(
-            "offload needs {} of page-locked host memory, of {}: offload less, use              --optimizer-dtype bf16 or --optimizer adamw8bit, or, where the machine's memory grows              with its use, say how far with --host-memory",
-            units::bytes(slabs.host),
+            "offload needs {} of page-locked host memory, of {}: offload less, use \
+             --optimizer-dtype bf16 or --optimizer adamw8bit, or, where the machine's memory grows \
+             with its use, say how far with --host-memory",
+            units::bytes(needed),
             units::bytes(limit)
         )))
     }

@@ -159,7 +159,9 @@ impl Planner {
 
     /// The recipe with the least recomputation that fits in memory: one level
     /// for all layers, or one level for the first layers and a lighter one for
-    /// the rest. Without a memory size nothing needs recomputing.
+    /// the rest. Without a memory size nothing needs recomputing. Where activations are
+    /// offloaded the link may bound them instead of memory: then it is the fastest that
+    /// fits.
     ///
     /// # Errors
     /// The recipe is impossible; when nothing fits, the smallest is returned.
@@ -169,6 +171,9 @@ impl Planner {
         recipe: &Recipe,
     ) -> Result<Recipe, Stop> {
         let with = |recompute: RecomputePlan| Recipe { recompute, ..recipe.clone() };
+        if recipe.offload.any_activations() {
+            return Ok(with(self.fastest_recompute(arch, recipe)?));
+        }
         let fits = |recompute: &RecomputePlan| -> Result<bool, Stop> {
             let report = self.plan(arch, &with(recompute.clone()))?.report;
             Ok(report.fits.unwrap_or(true))
@@ -191,6 +196,32 @@ impl Planner {
             return Ok(with(plan));
         }
         Ok(with(RecomputePlan::uniform(Recompute::Block)))
+    }
+
+    /// The fastest that fits of every level, and of every level with a lighter one in each
+    /// n-th layer; the one that needs least where none fits.
+    fn fastest_recompute(
+        &self,
+        arch: &Architecture,
+        recipe: &Recipe,
+    ) -> Result<RecomputePlan, Stop> {
+        let mut plans: Vec<RecomputePlan> = Recompute::ALL.map(RecomputePlan::uniform).to_vec();
+        for pair in Recompute::ALL.windows(2) {
+            let [lighter, heavier] = pair else { continue };
+            plans.extend((2..9).map(|step| RecomputePlan::every(step, *lighter, *heavier)));
+        }
+        let mut best: Option<(bool, f64, RecomputePlan)> = None;
+        for recompute in plans {
+            let with = Recipe { recompute: recompute.clone(), ..recipe.clone() };
+            let report = self.plan(arch, &with)?.report;
+            let fits = report.fits.unwrap_or(true);
+            let costs = if fits { report.step_seconds } else { report.peak_bytes as f64 };
+            let better = |(f, c, _): &(bool, f64, _)| fits > *f || (fits == *f && costs < *c);
+            if best.as_ref().is_none_or(better) {
+                best = Some((fits, costs, recompute));
+            }
+        }
+        Ok(best.map_or(RecomputePlan::uniform(Recompute::Block), |(.., recompute)| recompute))
     }
 
     /// What to change about a recipe that does not fit, largest gain first.
@@ -220,7 +251,7 @@ impl Planner {
                 ));
             }
         }
-        if recipe.method == Method::Full && recipe.offload == Offload::None {
+        if recipe.method == Method::Full && recipe.offload.is_none() {
             lines.extend(self.offload_advice(arch, recipe, planned));
         }
         if lines.is_empty() && recipe.seq > 1 {
@@ -248,23 +279,22 @@ impl Planner {
         recipe: &Recipe,
         planned: &PlanReport,
     ) -> Vec<String> {
-        let offloads = [Offload::Optimizer, Offload::OptimizerWeights];
+        let offloads = [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS];
         let line = |offload: Offload| {
             let with = |batch| Recipe {
                 recompute: RecomputePlan::uniform(Recompute::Block),
                 max_grad_norm: None,
                 optimizer_in_backward: true,
                 accumulate: 1,
-                offload,
+                offload: offload.clone(),
                 batch,
                 ..recipe.clone()
             };
             let (batch, report) = self.largest_batch(arch, with, recipe.batch * 2)?;
             let speed = report.tokens_per_second / planned.tokens_per_second - 1.0;
             Some(format!(
-                "offload={} (recompute block, optimizer in backward, max-grad-norm 0) fits \
+                "offload={offload} (recompute block, optimizer in backward, max-grad-norm 0) fits \
                  batch {batch} ({} and {} of host memory, {:+.0} % tokens/s)",
-                offload.name(),
                 units::bytes(report.peak_bytes + report.overhead_bytes),
                 units::bytes(report.host_bytes),
                 speed * 100.0

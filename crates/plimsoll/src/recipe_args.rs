@@ -242,31 +242,6 @@ pub enum DecayArg {
     All,
 }
 
-/// What lives in page-locked host memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OffloadArg {
-    None,
-    /// Optimizer state.
-    Optimizer,
-    /// And the weights of the blocks.
-    #[value(name = "optimizer+weights")]
-    OptimizerWeights,
-    /// Optimizer state, and the inputs of blocks from forward to backward.
-    #[value(name = "optimizer+activations")]
-    OptimizerActivations,
-}
-
-impl OffloadArg {
-    pub fn offload(self) -> Offload {
-        match self {
-            OffloadArg::None => Offload::None,
-            OffloadArg::Optimizer => Offload::Optimizer,
-            OffloadArg::OptimizerWeights => Offload::OptimizerWeights,
-            OffloadArg::OptimizerActivations => Offload::OptimizerActivations,
-        }
-    }
-}
-
 /// Everything about a run that decides its memory and its time.
 #[derive(Clone, Debug, Args)]
 pub struct RecipeArgs {
@@ -308,7 +283,8 @@ pub struct RecipeArgs {
     #[arg(long, default_value_t = 1.0)]
     pub max_grad_norm: f32,
     /// Activations that backward computes again: none, norms, mlp, block, a list by
-    /// layers such as block:0-15,norms, or auto: the least that fits.
+    /// layers such as block:0-15,norms or block:0-30/2,norms, or auto: the least that
+    /// fits, or with --offload activations the fastest that does.
     #[arg(long, default_value = "none")]
     pub recompute: String,
     /// Update each parameter as soon as its gradient is complete, so that gradients
@@ -316,10 +292,14 @@ pub struct RecipeArgs {
     #[arg(long)]
     pub optimizer_in_backward: bool,
     /// What lives in page-locked host memory and is copied in and out beside the
-    /// computation; costs least with --optimizer-in-backward.
-    #[arg(long, value_enum, default_value = "none")]
-    pub offload: OffloadArg,
-    /// Host memory that offload may take [default: the machine's, as it is now; for a
+    /// computation: none, optimizer (its state), optimizer+weights (and those of the
+    /// blocks), and alone or behind a + activations: all that blocks keep from forward to
+    /// backward, or those of some layers, as in activations:0-30/2 (every second).
+    /// Optimizer state costs least with --optimizer-in-backward; activations where
+    /// --recompute keeps more in some layers than in others.
+    #[arg(long, default_value = "none")]
+    pub offload: Offload,
+    /// Host memory that offload may take, all ranks of a machine together [default: the machine's, as it is now; for a
     /// plan no limit]
     #[arg(long, value_parser = crate::units::parse_bytes)]
     pub host_memory: Option<u64>,
@@ -414,7 +394,7 @@ impl RecipeArgs {
             recompute,
             optimizer_in_backward: self.optimizer_in_backward,
             loss_rows: self.loss_rows,
-            offload: self.offload.offload(),
+            offload: self.offload.clone(),
             lora,
             quant,
             sharding: Sharding {

@@ -8,9 +8,7 @@ use plimsoll_torch::{
 };
 
 use crate::exit::Stop;
-use crate::recipe_args::{
-    MethodArg, OffloadArg, OptimizerArg, Precision as Dtype, QuantArg, RecipeArgs,
-};
+use crate::recipe_args::{MethodArg, OptimizerArg, Precision as Dtype, QuantArg, RecipeArgs};
 
 /// Whose run is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -146,18 +144,15 @@ impl TorchArgs {
 
     /// What the common options say; 1 and 0 are not said.
     fn division(common: &RecipeArgs) -> Result<Division, Stop> {
-        let offload = match common.offload {
-            OffloadArg::None => None,
-            OffloadArg::Optimizer => Some((true, false)),
-            OffloadArg::OptimizerWeights => Some((true, true)),
-            OffloadArg::OptimizerActivations => {
-                return Err(Stop::Input(
-                    "--offload optimizer+activations: this stack keeps block inputs on the \
-                     device: give optimizer or optimizer+weights"
-                        .into(),
-                ));
-            }
-        };
+        if common.offload.any_activations() {
+            return Err(Stop::Input(format!(
+                "--offload {}: this stack keeps activations on the device: give optimizer or \
+                 optimizer+weights",
+                common.offload
+            )));
+        }
+        let offload = &common.offload;
+        let offload = offload.optimizer.then_some((true, offload.weights));
         Ok(Division {
             ranks: (common.gpus > 1).then_some(common.gpus as u64),
             stage: (common.zero > 0).then_some(common.zero),

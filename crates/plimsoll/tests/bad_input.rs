@@ -238,7 +238,7 @@ fn options_out_of_range_are_named() {
         let seq = if options.contains("--seq") { "" } else { "--seq 32" };
         plimsoll(&format!("train --model plimsoll-tiny {seq} --out {} {options}", out.display()))
     };
-    let cases: [(&str, &[&str]); 35] = [
+    let cases: [(&str, &[&str]); 39] = [
         ("--batch 0", &["--batch 0"]),
         ("--batch 99999999999", &["--batch 99999999999"]),
         ("--batch -1", &["-1"]),
@@ -264,6 +264,10 @@ fn options_out_of_range_are_named() {
             "--method lora --offload optimizer",
             &["--offload optimizer", "adapters", "--offload none"],
         ),
+        ("--offload weights", &["weights", "optimizer+weights"]),
+        ("--offload activations:3-1", &["activations:3-1", "activations:0-30/2"]),
+        ("--offload activations:900", &["activations:900", "no such layer"]),
+        ("--recompute block:0-30/0", &["block:0-30/0", "norms"]),
         ("--offload optimizer --host-memory some", &["some"]),
         ("--lr NaN", &["NaN"]),
         ("--lr -1", &["-1"]),

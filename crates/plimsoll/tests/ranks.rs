@@ -150,8 +150,8 @@ fn what_does_not_go_together_is_refused() {
     let out = folder.path().join("out");
     plimsoll(&line(&model, &out, "--gpus 2 --zero 4")).refused(&["0 to 3", "4"]);
     plimsoll(&line(&model, &out, "--gpus 0")).refused(&["gpus", "0"]);
-    let fused = "--gpus 2 --optimizer-in-backward --max-grad-norm 0";
-    plimsoll(&line(&model, &out, fused)).refused(&["several ranks"]);
+    let fused = "--gpus 2 --optimizer-in-backward --max-grad-norm 0 --accumulate 2";
+    plimsoll(&line(&model, &out, fused)).refused(&["gradient accumulation"]);
     let mut command = torchrun(&line(&model, &out, "--gpus 3"), 0, 2, free_port());
     finished("torchrun", command.output().unwrap()).refused(&["--gpus 3", "2 ranks"]);
     let mut command = torchrun(&line(&model, &out, ""), 5, 2, free_port());

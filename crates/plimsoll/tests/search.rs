@@ -128,7 +128,7 @@ fn offload_and_zero_are_first_levers() {
     let ran = lever("--optimizer-in-backward --max-grad-norm 0 --offload none --memory 20MiB");
     ran.fails(3, &["first lever"]);
     lever("--gpus 4 --zero 0 --memory 20MiB").fails(3, &["ZeRO 0 over 4 GPUs", "first lever"]);
-    lever("--gpus 4 --offload optimizer").refused(&["offload", "zero"]);
+    lever("--gpus 4 --offload optimizer --memory 20MiB").fails(3, &["ZeRO", "first lever"]);
 }
 
 #[test]

@@ -22,10 +22,11 @@ impl Program {
     }
 
     /// Elements of an operand that an update touches: of what is divided over the ranks,
-    /// one rank's part.
+    /// one rank's part or a piece of it.
     fn updated(&self, view: &View) -> usize {
         let t = self.tensor(view.tensor);
-        if t.shard == Shard::Whole { view.elements() } else { t.part_stored() }
+        let all = t.shard == Shard::Whole || t.is_piece(view);
+        if all { view.elements() } else { t.part_stored() }
     }
 
     /// The work of one op of this program.

@@ -9,23 +9,28 @@
 pub mod build;
 mod cost;
 mod lane;
+mod layers;
 mod lora;
+mod offload;
 mod op;
 mod quantized;
 mod recipe;
+mod replace;
 mod tensor;
 mod verify;
 mod weights;
 
 pub use cost::Work;
 pub use lane::Lane;
+pub use layers::{LayerRange, Layers};
 pub use lora::{Lora, PRODUCTS, Projection};
+pub use offload::Offload;
 pub use op::{Access, AttentionShape, Op, OpKind, Phase};
 pub use plimsoll_quant::{BLOCK as QUANT_BLOCK, Codebook, NESTED_BLOCK};
 pub use quantized::{Nested, Quant, QuantizedMatrix, QuantizedPart, quantized_name};
 pub use recipe::{
-    AdamW, AdamW8bit, Decay, Method, Offload, Optimizer, Recipe, RecipeError, Recompute,
-    RecomputePlan, Sgd, Sharding,
+    AdamW, AdamW8bit, Decay, Method, Optimizer, Recipe, RecipeError, Recompute, RecomputePlan, Sgd,
+    Sharding,
 };
 pub use tensor::{Class, Home, Shard, Tensor, TensorId, View};
 pub use verify::ProgramError;

@@ -527,33 +527,6 @@ impl OpKind {
         }
     }
 
-    /// Lets `f` put other tensors of the same shape in the place of operands that are
-    /// dense weights, or inputs and outputs of blocks.
-    pub(crate) fn replace(&mut self, mut f: impl FnMut(TensorId) -> TensorId) {
-        let mut id = |t: &mut TensorId| *t = f(*t);
-        match self {
-            OpKind::Embed { out, .. } => id(out),
-            OpKind::EmbedBackward { d_x, .. } => id(d_x),
-            OpKind::RmsNorm { x, out, .. } => [x, out].into_iter().for_each(id),
-            OpKind::RmsNormBackward { x, .. } => id(x),
-            OpKind::Linear { x, w, add, y, .. } => {
-                id(&mut x.tensor);
-                id(&mut w.tensor);
-                id(&mut y.tensor);
-                if let Some(add) = add {
-                    id(&mut add.tensor);
-                }
-            }
-            OpKind::LinearBackwardInput { w, .. } => id(&mut w.tensor),
-            OpKind::LinearBackwardWeight { x, .. } => id(&mut x.tensor),
-            OpKind::AdamW { param, .. }
-            | OpKind::AdamW8bit { param, .. }
-            | OpKind::Sgd { param, .. } => id(&mut param.tensor),
-            OpKind::GatherRows { x, .. } => id(x),
-            _ => {}
-        }
-    }
-
     /// The matrix in four bits that an op reads.
     pub fn quantized(&self) -> Option<&QuantizedMatrix> {
         match self {

@@ -7,7 +7,7 @@ use plimsoll_arch::{Architecture, DType};
 use plimsoll_quant::STATE_BLOCK;
 use serde::Serialize;
 
-use crate::{Lora, Quant};
+use crate::{LayerRange, Lora, Offload, Quant};
 
 /// Which parameters are trained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -52,13 +52,14 @@ impl Recompute {
 
 /// A recompute level for every layer: one level for all, or levels for ranges.
 ///
-/// Written `mlp`, or `block:0-15,norms` (layers 0 to 15 and the rest); an entry
-/// without a range fills every layer that no range names.
+/// Written `mlp`, or `block:0-15,norms` (layers 0 to 15 and the rest), with steps as in
+/// `block:0-30/2,norms` (every second layer); an entry without a range fills every layer
+/// that no range names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecomputePlan {
     default: Recompute,
-    /// First layer, last layer (inclusive), level; later entries win.
-    ranges: Vec<(usize, usize, Recompute)>,
+    /// Later entries win.
+    ranges: Vec<(LayerRange, Recompute)>,
 }
 
 impl RecomputePlan {
@@ -68,20 +69,32 @@ impl RecomputePlan {
 
     /// `level` on the first `layers` layers, `rest` on the others.
     pub fn first_layers(layers: usize, level: Recompute, rest: Recompute) -> RecomputePlan {
-        let ranges = if layers == 0 { Vec::new() } else { vec![(0, layers - 1, level)] };
-        RecomputePlan { default: rest, ranges }
+        let range = |last| (LayerRange { first: 0, last, step: 1 }, level);
+        RecomputePlan {
+            default: rest,
+            ranges: layers.checked_sub(1).map(range).into_iter().collect(),
+        }
+    }
+
+    /// `level` on the first layer and on every `step`-th behind it, `rest` on the others.
+    pub fn every(step: usize, level: Recompute, rest: Recompute) -> RecomputePlan {
+        let range = LayerRange { first: 0, last: LAST_LAYER, step: step.max(1) };
+        RecomputePlan { default: rest, ranges: vec![(range, level)] }
     }
 
     pub fn level(&self, layer: usize) -> Recompute {
-        let range = self.ranges.iter().rev().find(|(a, b, _)| (*a..=*b).contains(&layer));
-        range.map_or(self.default, |(_, _, level)| *level)
+        let range = self.ranges.iter().rev().find(|(range, _)| range.contains(layer));
+        range.map_or(self.default, |(_, level)| *level)
     }
 }
 
+/// Beyond the layers of any model.
+const LAST_LAYER: usize = 999;
+
 impl fmt::Display for RecomputePlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (first, last, level) in &self.ranges {
-            write!(f, "{}:{first}-{last},", level.name())?;
+        for (range, level) in &self.ranges {
+            write!(f, "{}:{range},", level.name())?;
         }
         f.write_str(self.default.name())
     }
@@ -114,13 +127,7 @@ impl FromStr for RecomputePlan {
             match entry.split_once(':') {
                 None => plan.default = entry.parse()?,
                 Some((level, range)) => {
-                    let (first, last) = range.split_once('-').unwrap_or((range, range));
-                    let first = first.parse().map_err(|_| bad())?;
-                    let last = last.parse().map_err(|_| bad())?;
-                    if last < first {
-                        return Err(bad());
-                    }
-                    plan.ranges.push((first, last, level.parse()?));
+                    plan.ranges.push((range.parse().map_err(|_| bad())?, level.parse()?));
                 }
             }
         }
@@ -219,53 +226,6 @@ impl Sharding {
     }
 }
 
-/// What lives in page-locked host memory and visits the device when it is used.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub enum Offload {
-    #[default]
-    #[serde(rename = "none")]
-    None,
-    /// Optimizer state.
-    #[serde(rename = "optimizer")]
-    Optimizer,
-    /// And the weights of the blocks.
-    #[serde(rename = "optimizer+weights")]
-    OptimizerWeights,
-    /// Optimizer state, and the inputs of blocks from forward to backward.
-    #[serde(rename = "optimizer+activations")]
-    OptimizerActivations,
-}
-
-impl Offload {
-    pub const ALL: [Offload; 4] = [
-        Offload::None,
-        Offload::Optimizer,
-        Offload::OptimizerWeights,
-        Offload::OptimizerActivations,
-    ];
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Offload::None => "none",
-            Offload::Optimizer => "optimizer",
-            Offload::OptimizerWeights => "optimizer+weights",
-            Offload::OptimizerActivations => "optimizer+activations",
-        }
-    }
-
-    pub fn state(self) -> bool {
-        self != Offload::None
-    }
-
-    pub fn weights(self) -> bool {
-        self == Offload::OptimizerWeights
-    }
-
-    pub fn activations(self) -> bool {
-        self == Offload::OptimizerActivations
-    }
-}
-
 /// Everything that the user chooses.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Recipe {
@@ -311,7 +271,7 @@ impl Recipe {
             recompute: RecomputePlan::uniform(Recompute::None),
             optimizer_in_backward: false,
             loss_rows: None,
-            offload: Offload::None,
+            offload: Offload::NONE,
             lora: None,
             quant: None,
             sharding: Sharding::none(precision),
@@ -378,22 +338,21 @@ impl Recipe {
         if !matches!(reduce, DType::F32 | DType::Bf16) {
             return Err(RecipeError::Reduce { reduce });
         }
-        if ranks > 1 && self.offload != Offload::None {
-            let why = "several ranks divide the optimizer state already: use --zero";
-            return Err(RecipeError::Offload { offload: self.offload.name(), why });
-        }
         if ranks > 1 && self.method == Method::Infer {
             return Err(RecipeError::InferRanks { ranks });
         }
-        if ranks > 1 && self.optimizer_in_backward {
-            return Err(RecipeError::FusedOptimizer { with: "several ranks" });
+        if !self.offload.is_none() && self.method == Method::Infer {
+            return Err(self.no_offload("inference has no optimizer and keeps no activations"));
         }
-        if self.offload != Offload::None && self.method != Method::Full {
-            let method = match self.method {
-                Method::Infer => "inference has no optimizer",
-                _ => "the optimizer state of adapters is small",
-            };
-            return Err(RecipeError::Offload { offload: self.offload.name(), why: method });
+        if self.offload.optimizer && self.method != Method::Full {
+            let why =
+                "the optimizer state of adapters is small, activations alone can be offloaded";
+            return Err(self.no_offload(why));
+        }
+        let mut layers = 0..arch.num_hidden_layers;
+        let named = layers.any(|layer| self.offload.activations.contains(layer));
+        if self.offload.any_activations() && !named {
+            return Err(self.no_offload("the model has no such layer"));
         }
         if self.optimizer_in_backward && self.accumulate > 1 {
             return Err(RecipeError::FusedOptimizer { with: "gradient accumulation" });
@@ -402,6 +361,10 @@ impl Recipe {
             return Err(RecipeError::FusedOptimizer { with: "gradient clipping" });
         }
         Ok(())
+    }
+
+    fn no_offload(&self, why: &'static str) -> RecipeError {
+        RecipeError::Offload { offload: self.offload.clone(), why }
     }
 }
 
@@ -454,9 +417,13 @@ pub enum RecipeError {
     )]
     FusedOptimizer { with: &'static str },
     #[error("--offload {offload} cannot be done here: {why}; use --offload none")]
-    Offload { offload: &'static str, why: &'static str },
+    Offload { offload: Offload, why: &'static str },
     #[error(
-        "recompute `{text}` is not understood: use none, norms, mlp or block, or ranges of layers such as block:0-15,norms"
+        "--offload {text} is not understood: give none, optimizer, optimizer+weights, optimizer+activations or activations, or activations of some layers such as activations:0-30/2"
+    )]
+    OffloadText { text: String },
+    #[error(
+        "recompute `{text}` is not understood: use none, norms, mlp or block, or ranges of layers such as block:0-15,norms or block:0-30/2,norms"
     )]
     Recompute { text: String },
 }

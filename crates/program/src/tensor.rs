@@ -145,6 +145,39 @@ impl Tensor {
         }
     }
 
+    /// Whether a view is of some elements of a rank's part: see [`View::of_part`].
+    pub fn is_piece(&self, view: &View) -> bool {
+        match self.shard {
+            Shard::Whole => false,
+            Shard::Padded { part, .. } | Shard::Part { part, .. } => {
+                view.rows == 1 && view.stride == part
+            }
+        }
+    }
+
+    /// Which elements an update touches through a view, counted from the first that `rank`
+    /// answers for: of what is divided the whole of its part, or a piece of that. The last
+    /// rank may have fewer than others.
+    pub fn updated(&self, view: &View, rank: usize) -> Range<usize> {
+        if self.shard == Shard::Whole {
+            return view.first()..view.first() + view.elements();
+        }
+        let len = self.part(rank).len();
+        match self.is_piece(view) {
+            true => view.col.min(len)..(view.col + view.cols).min(len),
+            false => 0..len,
+        }
+    }
+
+    /// Whether a view lies in what one rank has in memory.
+    pub fn holds(&self, view: &View) -> bool {
+        if self.is_piece(view) {
+            return view.row == 0 && view.col + view.cols <= view.stride;
+        }
+        let fits = view.row + view.rows <= self.rows() && view.col + view.cols <= self.cols();
+        fits && view.stride == self.cols()
+    }
+
     /// Columns when the tensor is seen as a matrix: its last dimension.
     pub fn cols(&self) -> usize {
         self.shape.last().copied().unwrap_or(1)
@@ -170,6 +203,12 @@ pub struct View {
 }
 
 impl View {
+    /// Elements `first` and following of a rank's part of a divided tensor, whichever
+    /// rank that is; a part has `part` elements.
+    pub fn of_part(tensor: TensorId, part: usize, first: usize, elements: usize) -> View {
+        View { tensor, row: 0, col: first, rows: 1, cols: elements, stride: part }
+    }
+
     pub fn elements(self) -> usize {
         self.rows * self.cols
     }

@@ -189,9 +189,8 @@ impl Program {
         let operands = [Some(param), Some(grad)].into_iter().chain(state);
         for (n, view) in operands.enumerate().filter_map(|(n, view)| Some((n, view?))) {
             let t = self.tensor(view.tensor);
-            let fits = view.row + view.rows <= t.rows() && view.col + view.cols <= t.cols();
             let expected = if n < 4 { elements } else { blocks };
-            let whole = fits && view.stride == t.cols() && view.is_contiguous();
+            let whole = t.holds(&view) && view.is_contiguous();
             if !whole || view.elements() != expected {
                 return Err(format!("{view:?} of `{}` is no piece of {expected}", t.name));
             }
@@ -207,8 +206,7 @@ impl Program {
     fn check_copy(&self, from: &View, to: &View, homes: [Home; 2]) -> Result<(), String> {
         for (view, home) in [from, to].into_iter().zip(homes) {
             let t = self.tensor(view.tensor);
-            let fits = view.row + view.rows <= t.rows() && view.col + view.cols <= t.cols();
-            if t.home != home || !fits || view.stride != t.cols() || !view.is_contiguous() {
+            if t.home != home || !t.holds(view) || !view.is_contiguous() {
                 return Err(format!("{view:?} of `{}` is no piece of {home:?} memory", t.name));
             }
         }

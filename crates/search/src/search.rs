@@ -282,7 +282,7 @@ mod tests {
         let found = search(&space, 1, 2, |r: &Recipe| Some(vec![report(r, 10, 1.0)]));
         assert!(found.fitting.is_empty());
         assert_eq!(found.smallest[0].as_ref().unwrap().bytes(), 150);
-        assert_eq!(found.planned, 8 + 2 * 3, "one of each kind");
+        assert_eq!(found.planned, 8 + 2 * 4 + 2, "one of each kind");
         let found = search(&space, 1, 2, |_: &Recipe| None);
         assert!(found.smallest[0].is_none());
     }
@@ -291,7 +291,7 @@ mod tests {
     fn host_memory_is_a_limit_of_its_own() {
         let plan = |r: &Recipe| {
             let own = report(r, 60, 1.0);
-            let offloaded = r.offload == Offload::Optimizer;
+            let offloaded = r.offload == Offload::OPTIMIZER;
             let host_bytes = if offloaded { 70 + 10 * r.batch as u64 } else { 0 };
             let peak_bytes = if offloaded { 50 } else { own.peak_bytes };
             let fits = Some(peak_bytes <= 60);
@@ -302,11 +302,11 @@ mod tests {
         let found = search(&space, 1, 2, plan);
         let batches = found.fitting.iter().map(|c| c.recipe.batch);
         assert_eq!(batches.max(), Some(3), "(100 - 70) / 10");
-        assert!(found.fitting.iter().all(|c| c.recipe.offload == Offload::Optimizer));
+        assert!(found.fitting.iter().all(|c| c.recipe.offload == Offload::OPTIMIZER));
         space.host_memory = Some(60);
         let found = search(&space, 1, 2, plan);
         assert!(found.fitting.is_empty());
         let smallest = found.smallest[0].as_ref().unwrap();
-        assert_ne!(smallest.recipe.offload, Offload::Optimizer, "the host cannot hold it");
+        assert_ne!(smallest.recipe.offload, Offload::OPTIMIZER, "the host cannot hold it");
     }
 }

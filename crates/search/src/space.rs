@@ -32,6 +32,14 @@ pub struct Space {
     pub host_memory: Option<u64>,
 }
 
+/// What is tried of offload.
+const OFFLOADS: [Offload; 4] = [
+    Offload::OPTIMIZER,
+    Offload::OPTIMIZER_WEIGHTS,
+    Offload::OPTIMIZER_ACTIVATIONS,
+    Offload::ACTIVATIONS,
+];
+
 /// Sequences in a micro-batch beyond which nothing is gained by more.
 const MOST: usize = 128;
 
@@ -55,9 +63,9 @@ impl Space {
                 ..base.clone()
             };
             methods = vec![full];
-            // Adapters have nothing to offload, and update at the end of the step or
+            // Adapters have no state worth offloading, and update at the end of the step or
             // inside backward as given.
-            if base.offload == Offload::None {
+            if !base.offload.optimizer {
                 methods.extend([with(None), with(Some(dq))]);
             }
         }
@@ -144,7 +152,11 @@ fn moved(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
                 let sharding = Sharding { zero, ..kind.sharding };
                 Recipe { sharding, ..kind.clone() }
             }));
-        } else if kind.method == Method::Full && !fixed.offload && kind.offload == Offload::None {
+        } else if kind.method != Method::Infer && !fixed.offload && kind.offload.is_none() {
+            if kind.method != Method::Full {
+                out.push(Recipe { offload: Offload::ACTIVATIONS, ..kind });
+                continue;
+            }
             let clips = fixed.max_grad_norm && kind.max_grad_norm.is_some();
             let decided = fixed.optimizer_in_backward || clips || kind.accumulate > 1;
             let fused = if decided {
@@ -152,23 +164,27 @@ fn moved(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
             } else {
                 Recipe { optimizer_in_backward: true, max_grad_norm: None, ..kind }
             };
-            let offloads = &Offload::ALL[1..];
-            out.extend(offloads.iter().map(|&offload| Recipe { offload, ..fused.clone() }));
+            let offloads = OFFLOADS.into_iter();
+            out.extend(offloads.map(|offload| Recipe { offload, ..fused.clone() }));
         }
     }
     out
 }
 
-/// One level for all layers, lighter before heavier: those that matter to what is
-/// divided or offloaded. Inputs of blocks are kept, and can be offloaded, where blocks
-/// are computed again.
+/// Levels that matter to what is divided or offloaded, lighter before heavier. Of
+/// activations the link has time for what `mlp` keeps and a little more, and beside state
+/// for the inputs of blocks.
 fn levels(recipe: &Recipe, fixed: Fixed) -> Vec<RecomputePlan> {
     if fixed.recompute {
         return vec![recipe.recompute.clone()];
     }
-    let levels: &[Recompute] = match recipe.offload {
-        Offload::None => &[Recompute::None, Recompute::Mlp, Recompute::Block],
-        Offload::OptimizerActivations => &[Recompute::Block],
+    if recipe.offload == Offload::ACTIVATIONS {
+        let some = RecomputePlan::every(5, Recompute::Norms, Recompute::Mlp);
+        return vec![some, RecomputePlan::uniform(Recompute::Mlp)];
+    }
+    let levels: &[Recompute] = match &recipe.offload {
+        offload if offload.is_none() => &[Recompute::None, Recompute::Mlp, Recompute::Block],
+        offload if offload.any_activations() => &[Recompute::Block],
         _ => &[Recompute::None, Recompute::Block],
     };
     levels.iter().map(|level| RecomputePlan::uniform(*level)).collect()
@@ -205,8 +221,9 @@ mod tests {
         let lora = Lora::default();
         let all = Space::of(&base, &lora, 8, Fixed::default());
         // Full: 3 optimizers, twice; LoRA and QLoRA: one; 13 recompute plans. Two
-        // optimizers with two offloads at two levels and one at one.
-        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (2 * 2 + 1));
+        // optimizers with three offloads at two levels and one at one; for adapters that
+        // of activations.
+        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (3 * 2 + 1) + 2 * 2);
         assert!(all.size() > 10_000);
         assert!(all.lines.iter().all(|r| r.batch == 1));
         assert!(all.lines.iter().all(|r| !r.optimizer_in_backward || r.max_grad_norm.is_none()));
@@ -237,8 +254,8 @@ mod tests {
         let arch = plimsoll_arch::preset("plimsoll-tiny").unwrap();
         let has = |space: &Space, test: &dyn Fn(&Recipe) -> bool| space.lines.iter().any(test);
         let one = Space::of(&base, &lora, 4, Fixed::default());
-        for offload in Offload::ALL {
-            assert!(has(&one, &|r| r.offload == offload), "{}", offload.name());
+        for offload in OFFLOADS.into_iter().chain([Offload::NONE]) {
+            assert!(has(&one, &|r| r.offload == offload), "{offload}");
         }
         let sharding = Sharding { ranks: 4, ..base.sharding };
         let ranks = Recipe { sharding, ..base.clone() };
@@ -254,9 +271,9 @@ mod tests {
         let two = Recipe { sharding: Sharding { zero: 2, ..sharding }, ..base.clone() };
         let space = Space::of(&two, &lora, 4, fixed);
         assert!(space.lines.iter().all(|r| r.sharding.zero == 2));
-        let offloaded = Recipe { offload: Offload::Optimizer, ..base };
+        let offloaded = Recipe { offload: Offload::OPTIMIZER, ..base };
         let space = Space::of(&offloaded, &lora, 4, fixed);
-        assert!(space.lines.iter().all(|r| r.offload == Offload::Optimizer));
+        assert!(space.lines.iter().all(|r| r.offload == Offload::OPTIMIZER));
         space.lines.iter().for_each(|r| r.check(&arch).unwrap());
     }
 }

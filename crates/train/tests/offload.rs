@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use plimsoll_arch::{Architecture, DType, preset};
 use plimsoll_cpu::{CpuDevice, CpuTarget};
-use plimsoll_model::{init_state, init_weights};
+use plimsoll_model::{init_adapter, init_state, init_weights};
 use plimsoll_plan::{Device, lay_out};
 use plimsoll_program::{
-    AdamW, AdamW8bit, Class, Home, Lane, Offload, Optimizer, Program, Recipe, RecomputePlan, Sgd,
-    TensorId,
+    AdamW, AdamW8bit, Class, Codebook, Home, Lane, Lora, Offload, Optimizer, Program, Quant,
+    Recipe, RecomputePlan, Sgd, TensorId,
 };
 use plimsoll_train::{EarlyStop, MicroBatch, ModelFiles, Session, TrainPlan, TrainerState};
 
@@ -48,6 +48,9 @@ impl Run {
         let mut device = CpuDevice::new(plan.slabs(), TARGET.threads).unwrap();
         init_state(&mut device, &plan.train, &plan.train_layout, arch).unwrap();
         init_weights(&mut device, &plan.train, &plan.train_layout, arch, 7).unwrap();
+        if let Some(lora) = &recipe.lora {
+            init_adapter(&mut device, &plan.train, &plan.train_layout, arch, lora, 5).unwrap();
+        }
         Run { plan, device }
     }
 
@@ -165,14 +168,72 @@ fn training_is_the_same_to_the_bit() {
             let mut reference = Run::new(&arch, &plain);
             let (losses, state) = (reference.steps(0..3), reference.state());
             for offload in
-                [Offload::Optimizer, Offload::OptimizerWeights, Offload::OptimizerActivations]
+                [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS]
             {
-                let what = format!("{name}, in backward {fused}, {recompute}, {}", offload.name());
+                let what = format!("{name}, in backward {fused}, {recompute}, {offload}");
                 let mut run = Run::new(&arch, &Recipe { offload, ..plain.clone() });
                 assert!(copies(&run.plan.train, Lane::HostToDevice) > 20, "{what}");
                 assert!(copies(&run.plan.train, Lane::DeviceToHost) > 20, "{what}");
                 assert!(run.plan.slabs().host > 0, "{what}");
                 assert_eq!(run.steps(0..3), losses, "{what}");
+                for (a, b) in run.state().iter().zip(&state) {
+                    assert!(a == b, "{what}: `{}` differs", a.0);
+                }
+            }
+        }
+    }
+}
+
+/// Full, LoRA and QLoRA, with what each has beside the others.
+fn methods() -> [(&'static str, Recipe); 4] {
+    let adamw = Optimizer::AdamW(AdamW::default());
+    let lora = Lora { rank: 4, alpha: 8.0, dropout: 0.1, ..Lora::default() };
+    let four = Quant { codebook: Codebook::Nf4, double: true, head: false };
+    let full = recipe(DType::F32, adamw, false, "none");
+    let adapters = |precision, quant| Recipe {
+        accumulate: 2,
+        quant,
+        ..Recipe::lora(precision, 2, 32, lora.clone())
+    };
+    [
+        ("full", Recipe { accumulate: 2, ..full }),
+        ("full in backward", recipe(DType::Bf16, adamw, true, "none")),
+        ("lora", adapters(DType::F32, None)),
+        ("qlora", adapters(DType::Bf16, Some(four))),
+    ]
+}
+
+#[test]
+fn activations_that_were_away_are_the_same_to_the_bit() {
+    let normed = Architecture { qk_norm: true, ..arch(false) };
+    for (name, plain) in methods() {
+        for (recompute, arch) in
+            [("none", &arch(false)), ("norms", &normed), ("mlp", &arch(true)), ("block", &normed)]
+        {
+            let recompute: RecomputePlan = recompute.parse().unwrap();
+            let plain = Recipe { recompute, ..plain.clone() };
+            let mut reference = Run::new(arch, &plain);
+            let (losses, state) = (reference.steps(0..2), reference.state());
+            for offload in ["activations", "activations:0-2/2,3", "optimizer+weights+activations"] {
+                let offload: Offload = offload.parse().unwrap();
+                if offload.optimizer && !name.starts_with("full") {
+                    continue;
+                }
+                let what = format!("{name}, recompute {}, {offload}", plain.recompute);
+                let mut run = Run::new(arch, &Recipe { offload: offload.clone(), ..plain.clone() });
+                let program = &run.plan.train;
+                let away = |t: &&plimsoll_program::Tensor| {
+                    t.home == Home::Host && t.class == Class::Activation
+                };
+                let away: Vec<&str> =
+                    program.tensors.iter().filter(away).map(|t| t.name.as_str()).collect();
+                assert!(away.len() > 1, "{what}: {away:?}");
+                for n in (0..6).filter(|n| !offload.activations.contains(*n)) {
+                    let here = format!("layers.{n}.mlp");
+                    assert!(!away.iter().any(|name| name.starts_with(&here)), "{what}: {away:?}");
+                }
+                assert!(run.plan.slabs().host > 0, "{what}");
+                assert_eq!(run.steps(0..2), losses, "{what}");
                 for (a, b) in run.state().iter().zip(&state) {
                     assert!(a == b, "{what}: `{}` differs", a.0);
                 }
@@ -191,9 +252,17 @@ fn a_run_goes_on_with_another_offload() {
     let mut reference = Run::new(&arch, &plain);
     reference.steps(0..2);
     let expected = (reference.steps(2..4), reference.state());
-    for (n, offload) in Offload::ALL.into_iter().enumerate() {
-        let before = Offload::ALL[(n + 1) % 4];
-        let out = folder(offload.name());
+    let all = [
+        Offload::NONE,
+        Offload::OPTIMIZER,
+        Offload::OPTIMIZER_WEIGHTS,
+        Offload::OPTIMIZER_ACTIVATIONS,
+        Offload::ACTIVATIONS,
+    ];
+    for (n, offload) in all.iter().cloned().enumerate() {
+        let before = all[(n + 1) % all.len()].clone();
+        let what = format!("{offload} after {before}");
+        let out = folder(&offload.to_string());
         let mut first = Run::new(&arch, &Recipe { offload: before, ..plain.clone() });
         first.steps(0..2);
         let state = TrainerState {
@@ -210,7 +279,7 @@ fn a_run_goes_on_with_another_offload() {
         let mut second = Run::new(&arch, &Recipe { offload, ..plain.clone() });
         second.session().load_checkpoint(&path, &state.fingerprint).unwrap();
         let seen = (second.steps(2..4), second.state());
-        assert!(seen == expected, "{} after {}", offload.name(), before.name());
+        assert!(seen == expected, "{what}");
         std::fs::remove_dir_all(&out).unwrap();
     }
 }
@@ -225,24 +294,24 @@ fn the_device_holds_what_is_in_use() {
         TrainPlan::new(&arch, &recipe, &TARGET).unwrap()
     };
     let slabs = |offload| plan(offload).slabs();
-    let none = slabs(Offload::None);
+    let none = slabs(Offload::NONE);
     assert_eq!(none.host, 0);
     let parameters = arch.parameters() as u64;
     let embedding = (arch.vocab_size * arch.hidden_size) as u64;
-    let optimizer = slabs(Offload::Optimizer);
+    let optimizer = slabs(Offload::OPTIMIZER);
     // Two moments of two bytes; those of the norms and of the embedding stay.
     let norms = (2 * arch.num_hidden_layers as u64 + 1) * arch.hidden_size as u64;
     assert_eq!(optimizer.host, 4 * (parameters - embedding - norms));
     assert!(optimizer.device < 30_000_000_000, "{}", optimizer.device);
-    let weights = slabs(Offload::OptimizerWeights);
+    let weights = slabs(Offload::OPTIMIZER_WEIGHTS);
     assert!(weights.device < 16_000_000_000, "{}", weights.device);
     let blocks = parameters - 2 * embedding - norms;
     assert_eq!(weights.host, 4 * (parameters - norms) + 2 * blocks);
-    let activations = slabs(Offload::OptimizerActivations);
+    let activations = slabs(Offload::OPTIMIZER_ACTIVATIONS);
     assert!(activations.device < optimizer.device);
     assert!(activations.host > optimizer.host);
     // Large copies: nothing of the state below 8 MiB.
-    let program = plan(Offload::Optimizer).train;
+    let program = plan(Offload::OPTIMIZER).train;
     for op in program.ops.iter().filter(|op| op.kind.lane() == Lane::HostToDevice) {
         let bytes = program.work(op).bytes;
         assert!(bytes >= f64::from(16 << 20), "{bytes}");

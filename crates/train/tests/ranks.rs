@@ -11,8 +11,8 @@ use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_model::{init_adapter, init_state, init_weights, read_architecture};
 use plimsoll_plan::Device;
 use plimsoll_program::{
-    AdamW8bit, Codebook, Lora, Optimizer, Projection, Quant, Recipe, Recompute, RecomputePlan, Sgd,
-    Sharding,
+    AdamW8bit, Codebook, Home, Lora, Offload, Optimizer, Projection, Quant, Recipe, Recompute,
+    RecomputePlan, Sgd, Sharding,
 };
 use plimsoll_train::{
     EarlyStop, MicroBatch, ModelFiles, Session, TrainPlan, TrainerState, checkpoints,
@@ -106,7 +106,7 @@ fn one_rank(
     from: u64,
     to: u64,
 ) -> Outcome {
-    let mut device = CpuDevice::in_group(plan.slab_bytes(), 1, group).unwrap();
+    let mut device = CpuDevice::in_group(plan.slabs(), 1, group).unwrap();
     let (program, layout, arch) = (&plan.train, &plan.train_layout, &plan.arch);
     init_state(&mut device, program, layout, arch).unwrap();
     init_weights(&mut device, program, layout, arch, SEED).unwrap();
@@ -271,6 +271,71 @@ fn one_micro_batch_a_rank_reduces_in_backward() {
 }
 
 #[test]
+fn updates_inside_backward_are_those_at_the_end() {
+    for model in ["llama-micro", "qwen2-micro-tied"] {
+        let arch = architecture(model);
+        for ranks in [2, 4] {
+            let recipe = Recipe { accumulate: ranks, max_grad_norm: None, ..full(DType::F32) };
+            let out = TempDir::new().unwrap();
+            let one = train(&arch, &recipe, out.path(), 0, 3);
+            for (zero, reduce) in
+                [(0, DType::F32), (1, DType::F32), (2, DType::F32), (3, DType::F32)]
+            {
+                let out = TempDir::new().unwrap();
+                let many = with_ranks(&recipe, ranks, zero);
+                let sharding = Sharding { reduce, ..many.sharding };
+                let many = Recipe { optimizer_in_backward: true, sharding, ..many };
+                let many = train(&arch, &many, out.path(), 0, 3);
+                let what = format!("{model}, {ranks} ranks, zero {zero}, updates in backward");
+                check(&what, &many, &one, 1e-5);
+            }
+        }
+    }
+}
+
+/// Every kind of state; the same bits with and without offload.
+#[test]
+fn offload_changes_no_bit_on_several_ranks() {
+    let eight = Optimizer::AdamW8bit(AdamW8bit::default());
+    let sgd = Optimizer::Sgd(Sgd { momentum: 0.9, weight_decay: 0.1, state: DType::F32 });
+    for (model, optimizer, precision, fused) in [
+        ("llama-micro", Recipe::full(DType::F32, 1, 1).optimizer, DType::F32, true),
+        ("llama-micro", eight, DType::Bf16, true),
+        ("qwen2-micro-tied", eight, DType::F32, false),
+        ("qwen2-micro-tied", sgd, DType::Bf16, false),
+    ] {
+        let arch = architecture(model);
+        for (ranks, zero) in [(2, 0), (2, 1), (4, 2), (3, 3), (4, 3)] {
+            let clip = if fused { None } else { Some(0.5) };
+            let sharding = Sharding { ranks, zero, reduce: DType::F32 };
+            let recipe = Recipe {
+                optimizer,
+                sharding,
+                accumulate: if fused { 1 } else { 2 },
+                optimizer_in_backward: fused,
+                max_grad_norm: clip,
+                ..full(precision)
+            };
+            let out = TempDir::new().unwrap();
+            let without = train(&arch, &recipe, out.path(), 0, 3);
+            for offload in ["optimizer", "optimizer+weights", "optimizer+activations"] {
+                let offload: Offload = offload.parse().unwrap();
+                let what = format!("{model}, {ranks} ranks, zero {zero}, {fused}, {offload}");
+                let recipe = Recipe { offload, ..recipe.clone() };
+                let plan = TrainPlan::new(&arch, &recipe, &TARGET).unwrap();
+                // The host holds what it was meant to, of each rank its part.
+                let far = plan.train.tensors.iter().filter(|t| t.home == Home::Host && t.resident);
+                let far: u64 = far.map(|t| t.bytes()).sum();
+                assert!(far > 0 && plan.slabs().host >= far, "{what}");
+                let out = TempDir::new().unwrap();
+                let with = train(&arch, &recipe, out.path(), 0, 3);
+                check(&what, &with, &without, f64::MIN_POSITIVE);
+            }
+        }
+    }
+}
+
+#[test]
 fn adapters_are_those_of_one_rank() {
     let arch = architecture("qwen2-micro-tied");
     let recipe =
@@ -319,8 +384,7 @@ fn idle_others(arch: &Architecture, recipe: &Recipe, out: &Path) -> BTreeMap<Str
             let plan = &plan;
             scope.spawn(move || {
                 let rank = group.rank();
-                let mut device =
-                    CpuDevice::in_group(plan.slab_bytes(), 1, Box::new(group)).unwrap();
+                let mut device = CpuDevice::in_group(plan.slabs(), 1, Box::new(group)).unwrap();
                 let (program, layout) = (&plan.train, &plan.train_layout);
                 init_state(&mut device, program, layout, arch).unwrap();
                 init_weights(&mut device, program, layout, arch, SEED).unwrap();

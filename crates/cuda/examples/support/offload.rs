@@ -2,9 +2,11 @@
 
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_cuda::{CudaDevice, CudaTarget};
+use plimsoll_model::init_adapter;
 use plimsoll_plan::Device;
 use plimsoll_program::{
-    AdamW, AdamW8bit, Class, Lane, Offload, Optimizer, Recipe, RecomputePlan, Sgd, TensorId, build,
+    AdamW, AdamW8bit, Class, Codebook, Lane, Lora, Method, Offload, Optimizer, Quant, Recipe,
+    RecomputePlan, Sgd, TensorId, build,
 };
 
 use super::steps::{feed, models, recipe, scalars, small, start};
@@ -33,7 +35,19 @@ fn recipes() -> Vec<(&'static str, Recipe)> {
     };
     let adamw = |state| Optimizer::AdamW(AdamW { state, ..AdamW::default() });
     let sgd = Sgd { momentum: 0.9, weight_decay: 0.01, state: DType::Bf16 };
+    let lora = Lora { rank: 8, alpha: 16.0, dropout: 0.1, ..Lora::default() };
+    let adapters = |quant| Recipe {
+        method: Method::Lora,
+        lora: Some(lora.clone()),
+        optimizer: adamw(DType::F32),
+        recompute: "mlp:0-30/2,none".parse().expect("levels"),
+        quant,
+        ..plain.clone()
+    };
+    let four = Quant { codebook: Codebook::Nf4, double: true, head: false };
     vec![
+        ("adapters", adapters(None)),
+        ("adapters on four bits", adapters(Some(four))),
         ("bf16 state", Recipe { optimizer: adamw(DType::Bf16), ..inside.clone() }),
         ("f32 state", Recipe { optimizer: adamw(DType::F32), ..inside.clone() }),
         (
@@ -57,6 +71,10 @@ impl Run {
         let mut bench =
             Bench::new(program, |b| CudaDevice::new(b, 0).unwrap_or_else(|e| panic!("{e}")));
         start(&mut bench, arch);
+        if let Some(lora) = &recipe.lora {
+            let Bench { device, program, layout } = &mut bench;
+            init_adapter(device, program, layout, arch, lora, 5).expect("adapters");
+        }
         let mut losses = Vec::new();
         for step in 0..STEPS {
             let tensor = bench.find("step");
@@ -101,11 +119,18 @@ pub fn check(report: &mut Report) {
     for arch in archs {
         for (name, plain) in recipes() {
             let mut without = Run::new(&arch, &plain);
-            for offload in
-                [Offload::Optimizer, Offload::OptimizerWeights, Offload::OptimizerActivations]
-            {
-                let what = format!("{}: {name}, offload {}", arch.name, offload.name());
-                let mut with = Run::new(&arch, &Recipe { offload, ..plain.clone() });
+            for offload in [
+                Offload::OPTIMIZER,
+                Offload::OPTIMIZER_WEIGHTS,
+                Offload::OPTIMIZER_ACTIVATIONS,
+                Offload::ACTIVATIONS,
+            ] {
+                let what = format!("{}: {name}, offload {offload}", arch.name);
+                let recipe = Recipe { offload, ..plain.clone() };
+                if recipe.check(&arch).is_err() {
+                    continue; // Adapters leave nothing of the state to offload.
+                }
+                let mut with = Run::new(&arch, &recipe);
                 let difference = with.difference(&mut without);
                 println!("{what}: {}", difference.as_deref().unwrap_or("same bits"));
                 report.holds(&format!("{what} has the bits of none"), difference.is_none());

@@ -129,7 +129,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
                 recipe.seq,
                 recipe.precision,
                 recipe.recompute,
-                recipe.offload.name()
+                recipe.offload
             );
             if let Some(line) = more_than_dense(&planner, &arch, &recipe, &planned.report)? {
                 outln!("{line}");

@@ -195,7 +195,8 @@ impl PlannedPoint {
             DeviceArg::Cuda => 0,
         };
         if self.bytes().saturating_add(process) <= self.memory_limit() {
-            return self.kind.host_must_fit(self.plan.slabs(), self.host_memory);
+            let ranks = self.plan.recipe.sharding.ranks;
+            return self.kind.host_must_fit(self.plan.slabs(), ranks, self.host_memory);
         }
         Err(Stop::DoesNotFit(format!(
             "the plan needs {} and the process {}, of {}",

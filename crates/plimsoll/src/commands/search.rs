@@ -5,7 +5,7 @@ use std::time::Instant;
 use clap::Args;
 use plimsoll_arch::Architecture;
 use plimsoll_plan::{PlanReport, gpu, gpu_names};
-use plimsoll_program::{Lora, Method, Offload, Optimizer, Recipe};
+use plimsoll_program::{Lora, Method, Optimizer, Recipe};
 use plimsoll_search::{Candidate, Fixed, Found, Lever, Space, first_lever, search};
 use serde_json::Value;
 
@@ -264,10 +264,15 @@ fn optimizer_name(recipe: &Recipe) -> &'static str {
 
 /// What is not on the device, for the end of a list in words.
 fn moved_name(recipe: &Recipe) -> String {
-    match (recipe.offload, recipe.sharding.ranks) {
-        (Offload::None, 1) => String::new(),
-        (Offload::None, ranks) => format!(", ZeRO {} over {ranks} GPUs", recipe.sharding.zero),
-        (offload, _) => format!(", offload {}", offload.name()),
+    match (&recipe.offload, recipe.sharding.ranks) {
+        (offload, 1) if offload.is_none() => String::new(),
+        (offload, 1) => format!(", offload {offload}"),
+        (offload, ranks) => {
+            let zero = recipe.sharding.zero;
+            let offload =
+                if offload.is_none() { String::new() } else { format!(", offload {offload}") };
+            format!(", ZeRO {zero} over {ranks} GPUs{offload}")
+        }
     }
 }
 
@@ -318,8 +323,9 @@ fn table(
             optimizer_name(recipe),
             if recipe.optimizer_in_backward { "in backward" } else { "end of step" },
             match ranks {
-                1 => recipe.offload.name().to_owned(),
-                _ => recipe.sharding.zero.to_string(),
+                1 => recipe.offload.to_string(),
+                _ if recipe.offload.is_none() => recipe.sharding.zero.to_string(),
+                _ => format!("{}, {}", recipe.sharding.zero, recipe.offload),
             },
             gib(candidate.bytes()),
             gib(report.memory_bytes.unwrap_or(0)),
@@ -353,8 +359,8 @@ fn command_line(args: &PlanArgs, candidate: &Candidate, places: &[Place]) -> Str
     if recipe.optimizer_in_backward {
         words.push("--optimizer-in-backward --max-grad-norm 0".to_owned());
     }
-    if recipe.offload != Offload::None {
-        words.push(format!("--offload {}", recipe.offload.name()));
+    if !recipe.offload.is_none() {
+        words.push(format!("--offload {}", recipe.offload));
     }
     if recipe.sharding.ranks > 1 {
         words.push(format!("--gpus {} --zero {}", args.recipe.gpus, recipe.sharding.zero));

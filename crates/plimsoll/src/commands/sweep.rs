@@ -184,7 +184,7 @@ fn settings(args: &SweepArgs) -> Value {
         "optimizer_in_backward": r.optimizer_in_backward,
         "max_grad_norm": r.max_grad_norm,
         "loss_rows": r.loss_rows,
-        "offload": r.offload.offload(),
+        "offload": r.offload,
     });
     if r.gpus > 1 {
         settings["gpus"] = r.gpus.into();

@@ -128,7 +128,8 @@ pub fn run(args: &TrainArgs) -> Outcome {
     }
     let planned = planner.plan(&model.arch, &recipe)?;
     planned.must_fit(&planner, &model.arch, &recipe)?;
-    kind.host_must_fit(planned.slabs(), args.recipe.host_memory)?;
+    let ranks_here = team.ranks().div_ceil(team.nodes());
+    kind.host_must_fit(planned.slabs(), ranks_here, args.recipe.host_memory)?;
 
     note!("tokenizer: {}", model.tokenizer_from);
     note!("chat template: {}", model.template.reason);

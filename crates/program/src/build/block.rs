@@ -65,6 +65,23 @@ pub(super) fn forward_block(b: &mut Builder, layer: &Layer, x: TensorId) -> (Ten
 }
 
 impl SavedBlock {
+    /// Everything that is kept.
+    pub(super) fn tensors(&self) -> Vec<TensorId> {
+        let SavedBlock { x, attention, mid, low_o, mlp } = self;
+        let mut all = vec![*x];
+        let normed = |n: &Option<Normed>| n.map(|n| [n.out, n.rstd]).into_iter().flatten();
+        if let Some(SavedAttention { normed: input, raw, qkv, out, lse, low_qkv }) = attention {
+            all.extend(normed(input));
+            all.extend(raw.iter().flat_map(|raw| [raw.qkv_raw, raw.rstd]));
+            all.extend([*out, *lse].into_iter().chain(*qkv).chain(*low_qkv));
+        }
+        all.extend([*mid, *low_o].into_iter().flatten());
+        let SavedMlp { normed: post, gate_up, act, low_gate_up, low_down } = mlp;
+        all.extend(normed(post));
+        all.extend([*gate_up, *act, *low_gate_up, *low_down].into_iter().flatten());
+        all
+    }
+
     /// Forgets what this level computes again.
     fn keep(mut self, level: Recompute) -> SavedBlock {
         if level >= Recompute::Norms {

@@ -110,6 +110,8 @@ pub(super) struct Builder<'a> {
     pub(super) gathered: HashMap<TensorId, TensorId>,
     /// Gradient and optimizer state by parameter; none for a frozen one.
     pub(super) training: Vec<Option<Training>>,
+    /// What blocks keep for their backward, of those whose activations are offloaded.
+    pub(super) kept: Vec<Vec<TensorId>>,
     params: usize,
     pub loss: TensorId,      // (1)
     pub grad_norm: TensorId, // (2)
@@ -160,6 +162,7 @@ impl<'a> Builder<'a> {
             inputs,
             gathered: HashMap::new(),
             training: Vec::new(),
+            kept: Vec::new(),
             params: 0,
             loss,
             grad_norm,
@@ -289,8 +292,9 @@ impl<'a> Builder<'a> {
         self.program.sections.push(Section { name, ops: at..at, repeat });
     }
 
-    pub fn finish(self) -> Program {
-        self.program
+    /// The program, and what its blocks keep that is to be offloaded.
+    pub fn finish(self) -> (Program, Vec<Vec<TensorId>>) {
+        (self.program, self.kept)
     }
 
     /// The parameters, with a gradient and optimizer state for each that the recipe

@@ -4,6 +4,7 @@
 //! [`logits`] all logits of one batch, [`infer`] some new tokens against a KV
 //! cache. All of them are written with the same blocks.
 
+mod activations;
 mod block;
 mod builder;
 mod head;
@@ -50,8 +51,10 @@ pub fn train(
     b.begin_section(UPDATE, 1);
     if !recipe.optimizer_in_backward {
         optimizer::update_all(&mut b, &model, &units);
+    } else if recipe.sharding.ranks > 1 {
+        optimizer::update_rest(&mut b, &model);
     }
-    Ok(offload::offload(b.finish(), arch, recipe))
+    Ok(offload::offload(b))
 }
 
 /// Forward and backward of one micro-batch.
@@ -65,6 +68,9 @@ fn micro_batch(b: &mut Builder, model: &Model, units: &Units, accumulate: bool) 
     for layer in &model.layers {
         b.gather(units.layers.get(layer.index + 1).unwrap_or(&units.head));
         let (out, saved) = forward_block(b, layer, x);
+        if b.recipe.offload.activations.contains(layer.index) {
+            b.kept.push(saved.tensors());
+        }
         // Backward begins with the last block.
         if layer.index < last {
             b.release(&units.layers[layer.index]);
@@ -105,14 +111,18 @@ fn embed(b: &mut Builder, model: &Model, units: &Units) -> TensorId {
     x
 }
 
+/// A unit whose gradients are on their way to the other ranks.
+type UnderWay<'a> = (Reduction, &'a Unit);
+
 /// Sums the gradients of a unit over the ranks, where that is done in backward.
-fn reduce(b: &mut Builder, unit: &Unit) -> Option<Reduction> {
-    b.reduces_in_backward().then(|| b.reduce(unit))
+fn reduce<'a>(b: &mut Builder, unit: &'a Unit) -> Option<UnderWay<'a>> {
+    b.reduces_in_backward().then(|| (b.reduce(unit), unit))
 }
 
-fn finish(b: &mut Builder, reduction: Option<Reduction>) {
-    if let Some(reduction) = reduction {
+fn finish(b: &mut Builder, under_way: Option<UnderWay>) {
+    if let Some((reduction, unit)) = under_way {
         b.finish_reduction(reduction);
+        optimizer::unit_complete(b, unit);
     }
 }
 
@@ -166,7 +176,7 @@ fn forward_only(
         b.release(&units.layers[layer.index]);
     }
     head(&mut b, &model, x);
-    Ok(offload::offload(b.finish(), arch, recipe))
+    Ok(offload::offload(b))
 }
 
 /// `tokens` new tokens of every sequence against a KV cache of `recipe.seq`
@@ -197,5 +207,5 @@ pub fn infer(
         x = infer_block(&mut b, layer, x);
     }
     head::last_logits(&mut b, &model, x);
-    Ok(b.finish())
+    Ok(b.finish().0)
 }

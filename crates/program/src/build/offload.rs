@@ -1,5 +1,5 @@
-//! Offload: a program whose weights, optimizer state or block inputs live in host
-//! memory, and visit the device when they are used.
+//! Offload: a program whose weights or optimizer state live in host memory and visit
+//! the device when they are used; [`super::activations`] does the like for activations.
 //!
 //! A rewrite of the program as it is without: the same ops in the same order, on
 //! staging tensors, with copies between them. Staging tensors have places of their
@@ -9,14 +9,14 @@
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_quant::STATE_BLOCK;
 
+use super::activations;
+use super::builder::Builder;
 use crate::{
     Access, Class, Home, Op, OpKind, Phase, Program, Recipe, Section, Shard, Tensor, TensorId, View,
 };
 
 /// Layers whose weights are on the device at once.
 const WEIGHT_SLOTS: usize = 2;
-/// Inputs of blocks that are on the device at once: the last ones never leave it.
-const INPUT_SLOTS: usize = 3;
 /// Layers whose optimizer state fits in its staging tensors.
 const STATE_LAYERS: usize = 2;
 /// Elements of one piece of state: 16 MiB where they take a byte each. Smaller
@@ -27,17 +27,18 @@ const LEAST_ELEMENTS: usize = 4096;
 const PIECE_ALIGNMENT: usize = 2048;
 
 /// Moves what the recipe wants to host memory.
-pub(super) fn offload(mut program: Program, arch: &Architecture, recipe: &Recipe) -> Program {
-    if recipe.offload.weights() {
+pub(super) fn offload(b: Builder) -> Program {
+    let (arch, recipe) = (b.arch, b.recipe);
+    let (mut program, kept) = b.finish();
+    if recipe.offload.weights {
         let groups = weight_groups(&mut program, arch);
         program = visit(program, &groups);
     }
-    if recipe.offload.activations() && program.section(super::FIRST_MICRO_BATCH).is_some() {
-        let groups = input_groups(&mut program, arch, recipe);
-        program = visit(program, &groups);
-    }
-    if recipe.offload.state() {
+    if recipe.offload.optimizer {
         program = stream_state(program, arch, recipe);
+    }
+    if !kept.is_empty() {
+        program = activations::offload(program, &kept);
     }
     program
 }
@@ -56,9 +57,14 @@ impl Group {
 }
 
 /// A tensor on the device that holds one guest after the other.
-fn staging(program: &mut Program, name: String, shape: Vec<usize>, dtype: DType) -> TensorId {
+fn staging(
+    program: &mut Program,
+    name: String,
+    shape: Vec<usize>,
+    dtype: DType,
+    shard: Shard,
+) -> TensorId {
     let (class, home, resident) = (Class::Staging, Home::Device, true);
-    let shard = Shard::Whole;
     program.tensors.push(Tensor { name, shape, dtype, class, home, shard, resident });
     TensorId::new(program.tensors.len() - 1)
 }
@@ -77,30 +83,12 @@ fn weight_groups(program: &mut Program, arch: &Architecture) -> Vec<Group> {
         let members: Vec<TensorId> =
             names.flat_map(|name| find(program, Class::Weight, &name)).collect();
         let Some(first) = members.first() else { continue };
-        let (shape, dtype) = (program.tensor(*first).shape.clone(), program.tensor(*first).dtype);
-        let slots = (0..WEIGHT_SLOTS.min(members.len()))
-            .map(|n| staging(program, format!("staging.{n}.{kind}"), shape.clone(), dtype))
-            .collect();
+        let Tensor { shape, dtype, shard, .. } = program.tensor(*first).clone();
+        let slot = |n| staging(program, format!("staging.{n}.{kind}"), shape.clone(), dtype, shard);
+        let slots = (0..WEIGHT_SLOTS.min(members.len())).map(slot).collect();
         groups.push(Group { slots, members });
     }
     groups
-}
-
-/// What enters each block, and the head: one group for each micro-batch that the
-/// program spells out, in the same staging tensors.
-fn input_groups(program: &mut Program, arch: &Architecture, recipe: &Recipe) -> Vec<Group> {
-    let outputs = (0..arch.num_hidden_layers).map(|l| format!("layers.{l}.out"));
-    let names: Vec<String> = std::iter::once("embed".to_owned()).chain(outputs).collect();
-    let inputs: Vec<Vec<TensorId>> =
-        names.iter().map(|name| find(program, Class::Activation, name)).collect();
-    let shape = vec![recipe.batch, recipe.seq, arch.hidden_size];
-    let slots: Vec<TensorId> = (0..INPUT_SLOTS.min(names.len()))
-        .map(|n| staging(program, format!("staging.{n}.input"), shape.clone(), recipe.precision))
-        .collect();
-    let micro_batches = inputs.iter().map(Vec::len).min().unwrap_or(0);
-    (0..micro_batches)
-        .map(|n| Group { slots: slots.clone(), members: inputs.iter().map(|t| t[n]).collect() })
-        .collect()
 }
 
 /// A stay of one tensor in a staging tensor, from its first op to its last.
@@ -217,8 +205,12 @@ fn visits(program: &Program, group: &Group, section: &Section) -> Vec<Vec<Visit>
     slots
 }
 
+/// What a rank has of a tensor.
 fn whole(program: &Program, tensor: TensorId) -> View {
     let t = program.tensor(tensor);
+    if let Shard::Part { part, .. } = t.shard {
+        return View::of_part(tensor, part, 0, part);
+    }
     View { tensor, row: 0, col: 0, rows: t.rows(), cols: t.cols(), stride: t.cols() }
 }
 
@@ -229,12 +221,22 @@ struct Ring {
     slots: Vec<Vec<TensorId>>,
 }
 
-/// Some rows of a parameter with its state.
+/// Some rows of a parameter, or elements of a rank's part of it, with its state.
 struct Piece {
     /// The update that it is a part of.
     op: usize,
     rows: std::ops::Range<usize>,
     ring: usize,
+}
+
+/// A parameter as what its pieces are cut from: its rows, or the elements of a part.
+fn sliced(program: &Program, param: View) -> View {
+    match program.tensor(param.tensor).shard {
+        Shard::Whole => param,
+        Shard::Padded { part, .. } | Shard::Part { part, .. } => {
+            View { row: 0, col: 0, rows: part, cols: 1, stride: 1, ..param }
+        }
+    }
 }
 
 /// Moves the state of matrices to host memory; that of norms and biases, a few
@@ -245,13 +247,13 @@ struct Piece {
 /// Piece by piece, in the order of the updates: state comes in, the update works on
 /// it, it goes out, and what comes a ring later takes its place.
 fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> Program {
-    let keep_embedding = recipe.optimizer_in_backward && !recipe.offload.weights();
+    let keep_embedding = recipe.optimizer_in_backward && !recipe.offload.weights;
     let streams = |program: &Program, op: &Op| {
         let (param, _, state) = op.kind.update_operands()?;
         let t = program.tensor(param.tensor);
         let stays = t.shape.len() < 2 || (keep_embedding && t.name == "embed_tokens");
         let state: Vec<View> = state.into_iter().flatten().collect();
-        (!stays && !state.is_empty()).then_some((param, state))
+        (!stays && !state.is_empty()).then(|| (sliced(program, param), state))
     };
     let updates: Vec<(usize, View, Vec<View>)> = program
         .ops
@@ -278,7 +280,7 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
     }
     for (n, ring) in rings.iter_mut().enumerate() {
         let mine = || pieces.iter().filter(|p| p.ring == n);
-        let cols = |op: usize| program.ops[op].kind.update_operands().map_or(0, |(p, ..)| p.cols);
+        let cols = |op: usize| updates.iter().find(|u| u.0 == op).map_or(0, |u| u.1.cols);
         let largest = mine().map(|p| p.rows.len() * cols(p.op)).max().unwrap_or(0);
         let layers = STATE_LAYERS.min(arch.num_hidden_layers);
         let count = (layers * mine().count()).div_ceil(arch.num_hidden_layers).max(4);
@@ -287,7 +289,7 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
                 let scales = part >= 2;
                 let cols = if scales { largest.div_ceil(STATE_BLOCK) } else { largest };
                 let name = format!("staging.{slot}.state.{n}.{part}");
-                staging(&mut program, name, vec![1, cols], dtype)
+                staging(&mut program, name, vec![1, cols], dtype, Shard::Whole)
             });
             ring.slots.push(tensors.collect());
         }
@@ -379,22 +381,28 @@ impl Staged {
         let mut operand = 0;
         let (first, elements) = match op.kind.update_operands() {
             Some((param, ..)) => {
-                let part = param.rows_at(piece.rows.start, rows);
-                (part.first() - param.first(), part.elements())
+                let all = sliced(program, param);
+                let part = all.rows_at(piece.rows.start, rows);
+                (part.first() - all.first(), part.elements())
             }
             None => unreachable!("pieces are of updates"),
+        };
+        let blocks = (first / STATE_BLOCK, elements.div_ceil(STATE_BLOCK));
+        let cut = |view: View, scales: bool| match program.tensor(view.tensor).shard {
+            Shard::Whole if scales => view.cols_at(blocks.0, blocks.1),
+            Shard::Whole => view.rows_at(piece.rows.start, rows),
+            Shard::Padded { part, .. } | Shard::Part { part, .. } => {
+                let (first, elements) = if scales { blocks } else { (first, elements) };
+                View::of_part(view.tensor, part, first, elements)
+            }
         };
         update.kind.map_update(|view| {
             operand += 1;
             match operand - 1 {
                 // Parameter and gradient are where they were.
-                0 | 1 => view.rows_at(piece.rows.start, rows),
+                0 | 1 => cut(view, false),
                 n => {
-                    let host = if n < 4 {
-                        view.rows_at(piece.rows.start, rows)
-                    } else {
-                        view.cols_at(first / STATE_BLOCK, elements.div_ceil(STATE_BLOCK))
-                    };
+                    let host = cut(view, n >= 4);
                     let here =
                         View { rows: 1, cols: host.elements(), ..whole(program, slot[n - 2]) };
                     state.push((host, here));

@@ -1,7 +1,7 @@
 //! Updates of the parameters: all at the end, or each inside backward.
 
 use super::builder::{Builder, Model, Param};
-use super::shard::Units;
+use super::shard::{Unit, Units};
 use crate::{AdamW, AdamW8bit, Decay, OpKind, Optimizer, Phase, View};
 
 /// Clips by the global norm where the recipe says so, then updates everything.
@@ -24,13 +24,38 @@ pub(super) fn update_all(b: &mut Builder, model: &Model, units: &Units) {
 }
 
 /// Called where the last use of a parameter and of its gradient in backward is
-/// behind: with the optimizer in backward, here is where it runs.
+/// behind: with the optimizer in backward, here is where it runs on one rank.
 pub(super) fn gradient_complete(b: &mut Builder, param: Param) {
-    if b.recipe.optimizer_in_backward {
+    if b.recipe.optimizer_in_backward && b.recipe.sharding.ranks == 1 {
         let phase = std::mem::replace(&mut b.phase, Phase::Optimizer);
         update(b, param);
         b.phase = phase;
     }
+}
+
+/// Called where the gradients of a unit are summed over the ranks: with the optimizer in
+/// backward, here is where it runs on several.
+pub(super) fn unit_complete(b: &mut Builder, unit: &Unit) {
+    if b.recipe.optimizer_in_backward {
+        let phase = std::mem::replace(&mut b.phase, Phase::Optimizer);
+        for param in
+            unit.params.iter().filter(|p| b.reduced_with_unit(**p)).copied().collect::<Vec<_>>()
+        {
+            update(b, param);
+        }
+        b.gather_updated(unit);
+        b.phase = phase;
+    }
+}
+
+/// With the optimizer in backward on several ranks: what is summed with no unit, the
+/// vectors.
+pub(super) fn update_rest(b: &mut Builder, model: &Model) {
+    b.phase = Phase::Optimizer;
+    b.reduce_rest(model);
+    let mut rest = Vec::new();
+    model.for_each(|p| rest.extend((!b.reduced_with_unit(p)).then_some(p)));
+    rest.into_iter().for_each(|param| update(b, param));
 }
 
 fn update(b: &mut Builder, param: Param) {

@@ -163,7 +163,7 @@ impl Builder<'_> {
 
     /// Whether the gradient of a parameter is reduced with its unit, and not with all
     /// other small ones at the end.
-    fn reduced_with_unit(&self, param: Param) -> bool {
+    pub fn reduced_with_unit(&self, param: Param) -> bool {
         let shape = self.shape(param.value);
         let s = self.recipe.sharding;
         self.trains(param) && (s.part(&shape).is_some() || (s.zero == 0 && shape.len() > 1))
