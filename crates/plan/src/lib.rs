@@ -16,6 +16,7 @@ mod lifetime;
 mod peers;
 mod profile;
 mod schedule;
+mod transport;
 
 pub use catalogue::{Gpu, Price, closest_gpu, gpu, gpu_names, h200_profile};
 pub use cost::stream_family;
@@ -33,3 +34,4 @@ pub use profile::{
     ProfileError, Stream,
 };
 pub use schedule::{OpTime, Schedule, schedule};
+pub use transport::{Staging, Transport};
