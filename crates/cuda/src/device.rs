@@ -102,14 +102,14 @@ impl CudaDevice {
     /// [`DeviceError::ReserveHost`] when the system does not lock that much; else a
     /// [`CudaError`]: no driver, no GPU, a missing library (with how to get it).
     pub fn new(sizes: impl Into<SlabSizes>, ordinal: usize) -> Result<CudaDevice, DeviceError> {
-        CudaDevice::reserve(sizes.into(), ordinal, &[])
+        CudaDevice::reserve(sizes.into(), ordinal, None)
     }
 
     /// As [`CudaDevice::new`], with a slab that GPUs `readers` reach as well.
     fn reserve(
         sizes: SlabSizes,
         ordinal: usize,
-        readers: &[sys::CUdevice],
+        readers: Option<&[sys::CUdevice]>,
     ) -> Result<CudaDevice, DeviceError> {
         let slab_bytes = sizes.device;
         let context = Context::new(ordinal)?;
@@ -119,8 +119,8 @@ impl CudaDevice {
         let (free, total) = context.memory()?;
         let bytes = usize::try_from(slab_bytes.max(1)).unwrap_or(usize::MAX);
         let slab = match readers {
-            [] => Memory::new(bytes),
-            _ => Memory::shared(bytes, context.device, readers),
+            None => Memory::new(bytes),
+            Some(readers) => Memory::shared(bytes, context.device, readers),
         };
         let slab = slab.map_err(|cause| {
             let text = format!("{} has {free} bytes free of {total}; {cause}", context.info.name);
@@ -162,10 +162,10 @@ impl CudaDevice {
         transport: Transport,
     ) -> Result<CudaDevice, DeviceError> {
         let readers = match transport {
-            Transport::Copies => readers(ordinal, &mut *group)?,
-            Transport::Nccl | Transport::Host => Vec::new(),
+            Transport::Copies => Some(readers(ordinal, &mut *group)?),
+            Transport::Nccl | Transport::Host => None,
         };
-        let mut device = CudaDevice::reserve(sizes.into(), ordinal, &readers)?;
+        let mut device = CudaDevice::reserve(sizes.into(), ordinal, readers.as_deref())?;
         // NCCL asks for the device of the current context.
         device.context.bind()?;
         let link = match transport {

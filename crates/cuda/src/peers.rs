@@ -483,7 +483,10 @@ pub(crate) fn readers(
     let mut all = vec![0i32; group.ranks()];
     all[rank] = mine;
     group.all_gather(bytemuck::cast_slice_mut(&mut all))?;
-    all.remove(rank);
+    // Ranks may share a GPU.
+    all.retain(|other| *other != mine);
+    all.sort_unstable();
+    all.dedup();
     for other in &all {
         if !reaches(*other, mine)? {
             return Err(CudaError::NoPeerAccess { from: *other, to: mine });
