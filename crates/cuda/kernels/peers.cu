@@ -34,15 +34,3 @@ __device__ void sum_ranks(const T* own, const T* staged, T* out, long long n, lo
         sum_ranks<T, 16 / sizeof(T)>(own, staged, out, n, stride, ranks, rank);                                \
     }
 FOR_TYPES(SUM_RANKS)
-
-extern "C" __global__ void meet(u32* theirs, u32* own, long long stride, int ranks, int rank) {
-    int r = threadIdx.x;
-    if (r >= ranks || r == rank) return;
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs + r * stride), "r"(1u) : "memory");
-    u32 v;
-    do {
-        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(own + r * 16) : "memory");
-        if (!v) __nanosleep(200);
-    } while (!v);
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(own + r * 16), "r"(0u) : "memory");
-}

@@ -113,7 +113,7 @@ fn over_peers(l: &Launcher, peers: &Peers, op: &OpKind) -> Result<(), CudaError>
                 bytes: part_bytes(*to),
             };
             let tensors: Vec<Gathered> = from.iter().zip(to).map(tensor).collect();
-            peers.all_gather(&tensors, l.kernels, stream)
+            peers.all_gather(&tensors, stream)
         }
         OpKind::ReduceScatter { from, to } => {
             let tensor = |(from, to): (&TensorId, &TensorId)| Scattered {

@@ -134,11 +134,7 @@ impl Peers {
         let mut all = vec![[0u64; 2]; ranks];
         all[rank] = [slab, words];
         group.all_gather(bytemuck::cast_slice_mut(&mut all))?;
-        let mut sizes = Staging::of(ranks);
-        if let Some(mb) = std::env::var("PLIMSOLL_SLICE").ok().and_then(|s| s.parse::<u64>().ok()) {
-            sizes.slice = mb << 20;
-            sizes.bytes = (ranks as u64 - 1) * (2 * sizes.slice + sizes.small);
-        }
+        let sizes = Staging::of(ranks);
         let staging = Memory::shared(sizes.bytes as usize, context.device, &[])?;
         let peers = Peers {
             rank,
@@ -152,7 +148,7 @@ impl Peers {
             words: all[0][1],
         };
         // Loading one later may wait for streams that wait for other ranks.
-        for name in ["sum_ranks_bf16", "sum_ranks_f32", "meet"] {
+        for name in ["sum_ranks_bf16", "sum_ranks_f32"] {
             kernels.function("peers", name)?;
         }
         group.barrier()?;
@@ -185,22 +181,7 @@ impl Peers {
     }
 
     /// Holds a stream until all ranks have come to this phase.
-    fn meet(
-        &self,
-        phase: Phase,
-        stream: sys::CUstream,
-        kernels: &Kernels,
-    ) -> Result<(), CudaError> {
-        if std::env::var_os("PLIMSOLL_MEET").is_some() {
-            let args = [
-                Arg::Ptr(self.word(0, phase, self.rank)),
-                Arg::Ptr(self.word(self.rank, phase, 0)),
-                Arg::Long((PHASES * self.ranks() as u64 * WORD / 4) as i64),
-                Arg::Int(self.ranks() as i32),
-                Arg::Int(self.rank as i32),
-            ];
-            return kernels.launch(("peers", "meet"), stream, Grid::line(1, 32), &args);
-        }
+    fn meet(&self, phase: Phase, stream: sys::CUstream) -> Result<(), CudaError> {
         let mut ops: Vec<sys::CUstreamBatchMemOpParams> = Vec::new();
         for other in self.others() {
             ops.push(write(self.word(other, phase, self.rank), 1));
@@ -248,13 +229,8 @@ impl Peers {
     }
 
     /// Every tensor's parts to all ranks.
-    pub fn all_gather(
-        &self,
-        tensors: &[Gathered],
-        kernels: &Kernels,
-        stream: sys::CUstream,
-    ) -> Result<(), CudaError> {
-        self.meet(Phase::Ready, stream, kernels)?;
+    pub fn all_gather(&self, tensors: &[Gathered], stream: sys::CUstream) -> Result<(), CudaError> {
+        self.meet(Phase::Ready, stream)?;
         self.fork(stream)?;
         for t in tensors {
             let (own, to) = (t.from.of(self.rank), t.to + self.rank as u64 * t.bytes);
@@ -268,7 +244,7 @@ impl Peers {
         });
         self.pull_all(parts)?;
         self.join(stream)?;
-        self.meet(Phase::Read, stream, kernels)
+        self.meet(Phase::Read, stream)
     }
 
     /// Pulls (rank, offset there, offset here, bytes), over all streams alike.
@@ -296,7 +272,7 @@ impl Peers {
         kernels: &Kernels,
         stream: sys::CUstream,
     ) -> Result<(), CudaError> {
-        self.meet(Phase::Ready, stream, kernels)?;
+        self.meet(Phase::Ready, stream)?;
         self.fork(stream)?;
         let mut turn = 0;
         for t in tensors {
@@ -304,7 +280,7 @@ impl Peers {
             self.sum_slices(&mut turn, own, t.to.of(self.rank), t.bytes, t.dtype, kernels, stream)?;
         }
         self.join(stream)?;
-        self.meet(Phase::Read, stream, kernels)
+        self.meet(Phase::Read, stream)
     }
 
     /// `to` = the sum over all ranks of the `bytes` at `from`, which have the same offset in
@@ -393,7 +369,7 @@ impl Peers {
         let others = self.ranks() as u64 - 1;
         let apart = self.staging.address + 2 * others * self.sizes.slice;
 
-        self.meet(Phase::Ready, stream, kernels)?;
+        self.meet(Phase::Ready, stream)?;
         self.fork(stream)?;
         for (i, (t, at)) in small.iter().enumerate() {
             for other in self.others() {
@@ -407,7 +383,7 @@ impl Peers {
             self.sum_slices(&mut turn, own, own, len, t.dtype, kernels, stream)?;
         }
         self.join(stream)?;
-        self.meet(Phase::Summed, stream, kernels)?;
+        self.meet(Phase::Summed, stream)?;
         for (t, at) in &small {
             let own = self.slab() + t.offset;
             let (stride, staged) = (self.sizes.small, apart + at);
@@ -426,7 +402,7 @@ impl Peers {
         });
         self.pull_all(parts)?;
         self.join(stream)?;
-        self.meet(Phase::Read, stream, kernels)
+        self.meet(Phase::Read, stream)
     }
 }
 
