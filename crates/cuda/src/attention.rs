@@ -6,7 +6,7 @@ use std::ptr;
 
 use cudarc::driver::sys;
 use plimsoll_arch::DType;
-use plimsoll_program::{AttentionShape, OpKind, TensorId, Op, Program};
+use plimsoll_program::{AttentionShape, Op, OpKind, Program, TensorId};
 
 use crate::decode;
 use crate::driver::{Context, cuda};

@@ -105,7 +105,7 @@ impl CudaDevice {
         let name = format!("quantize_{}_{}", what.codebook.name(), suffix(what.dtype));
         let limits = what.codebook.limits();
         let absmax = match what.nested {
-            None => self.slab + what.absmax,
+            None => self.slab.address + what.absmax,
             Some(_) => scratch + FOUND as u64,
         };
         let mut table = QuantizerArgument {
@@ -128,7 +128,8 @@ impl CudaDevice {
             // Codes of the piece that are kept, and where its first would be.
             let byte = first / 2;
             let kept = |at: usize| at.clamp(byte, byte + packed_bytes(elements)) - byte;
-            let codes = (self.slab + what.codes + byte as u64).wrapping_sub(what.kept.start as u64);
+            let codes =
+                (self.slab.address + what.codes + byte as u64).wrapping_sub(what.kept.start as u64);
             table = QuantizerArgument {
                 codes,
                 absmax: absmax + 4 * (first / BLOCK) as u64,
@@ -152,7 +153,7 @@ impl CudaDevice {
         let order = MeanOrder::of(n);
         let scales = scratch + FOUND as u64;
         let sums = scales + 4 * n.next_multiple_of(4) as u64;
-        let offset = self.slab + nested.offset;
+        let offset = self.slab.address + nested.offset;
         let launch = |name: &str, grid: Grid, args: &[Arg]| {
             self.kernels.launch(("quantize", name), self.context.stream, grid, args)
         };
@@ -173,7 +174,7 @@ impl CudaDevice {
             ],
         )?;
         let map = MapArgument(*DynamicMap::signed().limits());
-        let (codes, absmax) = (self.slab + what.absmax, self.slab + nested.absmax);
+        let (codes, absmax) = (self.slab.address + what.absmax, self.slab.address + nested.absmax);
         let count = n as i64;
         let mut pointers = [
             argument(&map),

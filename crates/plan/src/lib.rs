@@ -17,6 +17,7 @@ mod peers;
 mod profile;
 mod quantizer;
 mod schedule;
+mod transport;
 
 pub use catalogue::{Gpu, Price, closest_gpu, gpu, gpu_names, h200_profile};
 pub use cost::stream_family;
@@ -35,3 +36,4 @@ pub use profile::{
 };
 pub use quantizer::{FillPiece, Quantize, QuantizeNested, Quantizer};
 pub use schedule::{OpTime, Schedule, schedule};
+pub use transport::{Staging, Transport};

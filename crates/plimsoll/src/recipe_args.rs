@@ -7,6 +7,7 @@ use plimsoll_program::{
     Recompute, RecomputePlan, Sgd, Sharding,
 };
 
+use crate::collectives::CollectivesArg;
 use crate::exit::Stop;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -316,6 +317,10 @@ pub struct RecipeArgs {
     /// Type in which gradients are summed over the ranks [default: that of the weights]
     #[arg(long, value_enum)]
     pub reduce_dtype: Option<Precision>,
+    /// What carries tensors between GPUs [default: copies where all ranks are in one
+    /// process and reach each other's memory, else nccl]
+    #[arg(long, value_enum, default_value = "auto", hide_default_value = true)]
+    pub collectives: CollectivesArg,
     #[command(flatten)]
     pub lora: LoraArgs,
     #[command(flatten)]

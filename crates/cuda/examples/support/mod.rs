@@ -5,6 +5,7 @@ pub mod golden;
 pub mod offload;
 pub mod ops;
 pub mod quantize;
+pub mod ranks;
 pub mod steps;
 pub mod token;
 

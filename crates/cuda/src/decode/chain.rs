@@ -60,12 +60,7 @@ impl Product<'_> {
 
 /// What shares the launch that begins at op `at`, and the first op behind it. It ends
 /// with a product.
-fn collect<'a>(
-    program: &'a Program,
-    layout: &Layout,
-    at: usize,
-    end: usize,
-) -> (Work<'a>, usize) {
+fn collect<'a>(program: &'a Program, layout: &Layout, at: usize, end: usize) -> (Work<'a>, usize) {
     let (mut work, mut next) = (Work::default(), at);
     while work.products.len() < PRODUCTS {
         let token = Token::with_rope(program, next, end).filter(|t| work.takes(t));

@@ -120,8 +120,13 @@ pub fn run(args: &TrainArgs) -> Outcome {
     }
     recipe.sharding.ranks = team.ranks();
     recipe.check(&model.arch).map_err(Stop::input)?;
-    let planner =
-        Planner::device(kind, args.memory_limit)?.for_ranks(team.ranks(), team.nodes(), None);
+    let transport = args.recipe.collectives.here(kind, team.ranks(), team.local())?;
+    let planner = Planner::device(kind, args.memory_limit)?.for_ranks(
+        team.ranks(),
+        team.nodes(),
+        None,
+        transport,
+    );
     if args.recipe.recompute_is_auto() {
         recipe = planner.with_least_recompute(&model.arch, &recipe)?;
         note!("recompute: {}", recipe.recompute);
@@ -154,7 +159,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let inputs = vec![(rows.train, rows.validation); local];
     let results = team.run(inputs, |member, (train, validation)| {
         let rank = member.rank;
-        let mut device = kind.reserve_in(plan.slabs(), member)?;
+        let mut device = kind.reserve_in(plan.slabs(), member, planner.transport())?;
         let state = fill(args, &start, &plan, &mut *device, old.as_ref(), &fingerprint)?;
         let mut session = Session { plan: &plan, device: &mut *device };
         let (total, first) = (options.total_steps, state.step);
