@@ -264,6 +264,32 @@ def greedy(b, lane):
     return f"{len(cpu)} ids equal"
 
 
+# The program: files in four bits.
+
+def quantized_files(b, lane):
+    """What `quantize` writes: the same bytes whoever quantizes."""
+    said, folder = [], b.folder("quantized")
+    for name in ("stories260K-hf", "smollm2-135m.gguf"):
+        if not os.path.exists(os.path.join(b.fixtures, "models", name)):
+            continue
+        for quant in ("nf4", "nf4-dq", "fp4", "fp4-dq"):
+            seconds, digests = {}, {}
+            for device in ("cpu", "cuda"):
+                out = os.path.join(folder, device)
+                row = b.json(["quantize", "--model", b.model(name), "--quant", quant, "--device", device, "--out", out],
+                             lane, 90)
+                seconds[device] = row["seconds"]
+                with open(os.path.join(out, "model.safetensors"), "rb") as file:
+                    digests[device] = hashlib.sha256(file.read()).hexdigest()
+            if digests["cpu"] != digests["cuda"]:
+                raise Failed(f"{name} in {quant}: the files differ")
+        said.append(f"{name} in 4 formats, {quant} in {seconds['cpu']:.2f} s on the CPU, {seconds['cuda']:.2f} s")
+    shutil.rmtree(folder)
+    if not said:
+        raise Skipped("no model is among the fixtures")
+    return "; ".join(said)
+
+
 # The program: loss curves.
 
 def losses(b, lane, model, name, device, precision, steps, options):
@@ -556,7 +582,7 @@ LANES = {
                 ("greedy ids, CPU and CUDA", greedy)],
     "smollm2": [("loss curves: SmolLM2-135M", curves_smollm2)],
     "ops": [("ops", parts("ops"))],
-    "quantize": [("quantize: the CPU's bits", parts("quantize"))],
+    "quantize": [("quantize: the CPU's bits", parts("quantize")), ("quantize: files", quantized_files)],
     # Ranks that share a GPU wait for each other there: each of their streams needs a queue of its own.
     "ranks": [("collectives as copies", parts("ranks", extra={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}))],
     "steps": [("steps, prefill, decoding", parts("train", "infer"))],

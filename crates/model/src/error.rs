@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use plimsoll_arch::ConfigError;
+use plimsoll_plan::DeviceError;
 
 /// Why weights could not be read or written. Every message names the file, and
 /// the tensor and the number where there is one.
@@ -53,6 +54,8 @@ pub enum ModelError {
     NonFinite { path: PathBuf, tensor: String, index: usize, value: f32 },
     #[error("{}: 4-bit tensor `{tensor}`: {reason}", path.display())]
     Packed { path: PathBuf, tensor: String, reason: String },
+    #[error(transparent)]
+    Device(DeviceError),
     #[error("{}: cannot write tensor `{tensor}`: {reason}", path.display())]
     Write { path: PathBuf, tensor: String, reason: String },
 }

@@ -5,11 +5,13 @@ use std::path::Path;
 
 use half::bf16;
 use plimsoll_arch::DType;
+use plimsoll_plan::Device;
 use plimsoll_quant::{
     BLOCK, DynamicMap, Format4bit, NESTED_BLOCK, blocks, nested_blocks, packed_bytes,
 };
 use serde_json::{Value, json};
 
+use crate::on_device::read_4bit_on;
 use crate::read::{Packed4bit, Scales};
 use crate::{
     Checkpoint, DEFAULT_SHARD_BYTES, ModelError, SafetensorsWriter, TensorSpec, expected_tensors,
@@ -28,18 +30,20 @@ pub struct Quantized {
 /// Writes a checkpoint with its projections in four bits into `dir`, one tensor at
 /// a time. Embeddings, norms and biases, and the head unless `head`, are written
 /// as `precision` (f32 or bf16), to which everything is rounded before it is
-/// quantized.
+/// quantized. A device with a slab of [`crate::quantizing_bytes`] does it where one is
+/// given and can, else the CPU, with the same bits.
 ///
 /// # Errors
 /// The checkpoint lacks a tensor, is in four bits already, or has no head of its
-/// own to quantize; a value is not finite; or the disk refuses, and then nothing
-/// that was in `dir` is lost.
+/// own to quantize; a value is not finite; the device fails; or the disk refuses, and
+/// then nothing that was in `dir` is lost.
 pub fn quantize_model(
     checkpoint: &Checkpoint,
     dir: &Path,
     format: Format4bit,
     precision: DType,
     head: bool,
+    mut device: Option<&mut dyn Device>,
 ) -> Result<Quantized, ModelError> {
     checkpoint.validate()?;
     let arch = checkpoint.architecture();
@@ -54,10 +58,9 @@ pub fn quantize_model(
         let reason = format!("tensor `{name}` is in {stored} already: give the original model");
         return Err(ModelError::not_a_model(checkpoint.path(), reason));
     }
-    let quantizes = |name: &str| is_projection(name) || head && name == "lm_head.weight";
     let mut specs = Vec::new();
     for (name, shape) in &tensors {
-        if quantizes(name) {
+        if quantizes(name, head) {
             specs.extend(parts(name, shape, format, precision));
         } else {
             specs.push(TensorSpec { name: name.clone(), shape: shape.clone(), dtype: precision });
@@ -69,8 +72,12 @@ pub fn quantize_model(
     let mut writer = SafetensorsWriter::with_config(dir, config, &specs, DEFAULT_SHARD_BYTES)?;
     for (name, shape) in &tensors {
         let elements = shape.iter().product();
-        if quantizes(name) {
-            write_packed(checkpoint, &mut writer, name, shape, format, precision)?;
+        if quantizes(name, head) {
+            let read = &mut |out: Packed4bit| match &mut device {
+                Some(device) => read_4bit_on(*device, checkpoint, name, format, precision, out),
+                None => checkpoint.read_4bit(name, format, precision, out),
+            };
+            write_packed(read, &mut writer, name, shape, format, precision)?;
             done.quantized += 1;
             continue;
         }
@@ -89,9 +96,10 @@ pub fn quantize_model(
     Ok(done)
 }
 
-/// What transformers makes a `Linear4bit` of: every projection of a block.
-fn is_projection(name: &str) -> bool {
-    name.ends_with("_proj.weight")
+/// What transformers makes a `Linear4bit` of: every projection of a block; and the head,
+/// if that is wanted.
+pub(crate) fn quantizes(name: &str, head: bool) -> bool {
+    name.ends_with("_proj.weight") || head && name == "lm_head.weight"
 }
 
 /// Length of a `quant_state`, spaces at its end included: it is fixed before the
@@ -150,7 +158,7 @@ fn parts(name: &str, shape: &[usize], format: Format4bit, precision: DType) -> V
 }
 
 fn write_packed(
-    checkpoint: &Checkpoint,
+    read: &mut dyn FnMut(Packed4bit) -> Result<(), ModelError>,
     writer: &mut SafetensorsWriter,
     name: &str,
     shape: &[usize],
@@ -166,7 +174,7 @@ fn write_packed(
         let nested =
             Scales::Nested { codes: &mut scales, absmax: &mut absmax, offset: &mut offset };
         let out = Packed4bit { codes: &mut codes, scales: nested };
-        checkpoint.read_4bit(name, format, precision, out)?;
+        read(out)?;
         writer.write_u8(name, &codes)?;
         writer.write_u8(&format!("{name}.absmax"), &scales)?;
         writer.write_f32(&table(name), format.codebook.values())?;
@@ -176,7 +184,7 @@ fn write_packed(
     } else {
         let mut absmax = vec![0.0f32; blocks(n)];
         let out = Packed4bit { codes: &mut codes, scales: Scales::Plain(&mut absmax) };
-        checkpoint.read_4bit(name, format, precision, out)?;
+        read(out)?;
         writer.write_u8(name, &codes)?;
         writer.write_f32(&format!("{name}.absmax"), &absmax)?;
         writer.write_f32(&table(name), format.codebook.values())?;

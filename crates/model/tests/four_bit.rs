@@ -55,7 +55,7 @@ fn quantizing_is_what_transformers_does() {
     let Some(theirs) = shared().map(|root| root.join("golden/qlora/quantized")) else { return };
     let dir = tempfile::tempdir().unwrap();
     let checkpoint = Checkpoint::open(&micro()).unwrap();
-    let done = quantize_model(&checkpoint, dir.path(), NF4_DQ, DType::F32, false).unwrap();
+    let done = quantize_model(&checkpoint, dir.path(), NF4_DQ, DType::F32, false, None).unwrap();
     assert_eq!((done.quantized, done.kept), (14, 7));
     let ours = parse(&dir.path().join("model.safetensors"));
     let expected = parse(&theirs.join("model.safetensors"));
@@ -85,7 +85,7 @@ fn every_format_reads_back() {
         for precision in [DType::F32, DType::Bf16] {
             let out = dir.path().join(format!("{format}-{precision}"));
             let head = precision == DType::F32;
-            let done = quantize_model(&checkpoint, &out, format, precision, head).unwrap();
+            let done = quantize_model(&checkpoint, &out, format, precision, head, None).unwrap();
             let back = Checkpoint::open(&out).unwrap();
             assert!(back.validate().unwrap().unexpected.is_empty());
             assert_eq!(back.format_4bit("lm_head.weight"), head.then_some(format));
@@ -115,7 +115,7 @@ fn every_format_reads_back() {
     }
     // What is in four bits already is not quantized again.
     let again = Checkpoint::open(&dir.path().join("nf4-f32")).unwrap();
-    let error = quantize_model(&again, &dir.path().join("x"), NF4_DQ, DType::F32, false)
+    let error = quantize_model(&again, &dir.path().join("x"), NF4_DQ, DType::F32, false, None)
         .unwrap_err()
         .to_string();
     assert!(error.contains("nf4 already"), "{error}");
@@ -145,7 +145,8 @@ fn codes(
 fn refusal(change: impl FnOnce(&mut File)) -> String {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");
-    quantize_model(&Checkpoint::open(&micro()).unwrap(), &out, NF4_DQ, DType::F32, false).unwrap();
+    quantize_model(&Checkpoint::open(&micro()).unwrap(), &out, NF4_DQ, DType::F32, false, None)
+        .unwrap();
     let path = out.join("model.safetensors");
     let mut file = parse(&path);
     change(&mut file);
@@ -245,7 +246,7 @@ fn a_value_that_is_not_finite_is_named() {
     let checkpoint = Checkpoint::open(&bad).unwrap();
     let out = dir.path().join("out");
     let error =
-        quantize_model(&checkpoint, &out, NF4_DQ, DType::F32, false).unwrap_err().to_string();
+        quantize_model(&checkpoint, &out, NF4_DQ, DType::F32, false, None).unwrap_err().to_string();
     assert!(error.contains(&name) && error.contains("element 10"), "{error}");
     // Nothing is left behind.
     assert_eq!(out.read_dir().unwrap().count(), 0);

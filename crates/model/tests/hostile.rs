@@ -94,7 +94,7 @@ fn quantized_safetensors() -> Vec<u8> {
         std::fs::write(dir.path().join("model.safetensors"), valid_safetensors()).unwrap();
         let (checkpoint, out) = (Checkpoint::open(dir.path()).unwrap(), dir.path().join("out"));
         let format = "nf4-dq".parse().unwrap();
-        quantize_model(&checkpoint, &out, format, DType::F32, false).unwrap();
+        quantize_model(&checkpoint, &out, format, DType::F32, false, None).unwrap();
         std::fs::read(out.join("model.safetensors")).unwrap()
     };
     FILE.get_or_init(make).clone()

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use half::bf16;
 use plimsoll_arch::DType;
-use plimsoll_model::{Checkpoint, load_weights};
+use plimsoll_model::{Checkpoint, load_weights, quantize_model, quantizing_bytes};
 use plimsoll_plan::{
     Device, DeviceError, FillPiece, LaunchTime, Layout, Quantize, Quantizer, SlabSizes, lay_out,
 };
@@ -66,11 +66,11 @@ impl Device for Slab {
     fn download(
         &mut self,
         _: Home,
-        _: u64,
-        _: usize,
-        _: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
+        offset: u64,
+        len: usize,
+        read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
-        unreachable!("nothing is read")
+        read(&self.bytes[offset as usize..][..len])
     }
 
     fn run(&mut self, _: &Program, _: &Layout, _: usize) -> Result<(), DeviceError> {
@@ -183,6 +183,27 @@ fn the_slab_is_the_same_whoever_quantizes() {
 }
 
 #[test]
+fn files_are_the_same_whoever_quantizes() {
+    let checkpoint = Checkpoint::open(&fixture()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    for format in Format4bit::ALL {
+        for (precision, head) in [(DType::F32, true), (DType::Bf16, false)] {
+            let bytes = quantizing_bytes(checkpoint.architecture(), format, head) as usize;
+            let bytes = vec![0xa5; bytes];
+            let mut slab = Slab { bytes, piece: Some(4096), pieces: Vec::new(), rank: 0 };
+            let write = |name: &str, device: Option<&mut dyn Device>| {
+                let out = dir.path().join(name);
+                quantize_model(&checkpoint, &out, format, precision, head, device).unwrap();
+                std::fs::read(out.join("model.safetensors")).unwrap()
+            };
+            let found = write("device", Some(&mut slab));
+            assert_eq!(slab.pieces.len(), if head { 15 } else { 14 });
+            assert!(found == write("cpu", None), "{format} {precision}");
+        }
+    }
+}
+
+#[test]
 fn a_rank_keeps_its_part_of_the_codes() {
     let checkpoint = Checkpoint::open(&fixture()).unwrap();
     let arch = checkpoint.architecture();
@@ -243,5 +264,11 @@ fn what_is_not_finite_has_the_same_error() {
         let error = said(Some(1 << 20));
         assert!(error.contains(name) && error.contains("at element 77;"), "{error}");
         assert_eq!(error, said(None));
+        let format = "nf4".parse().unwrap();
+        let bytes = vec![0; quantizing_bytes(checkpoint.architecture(), format, false) as usize];
+        let mut slab = Slab { bytes, piece: Some(4096), pieces: Vec::new(), rank: 0 };
+        let out = dir.path().join("out");
+        let written = quantize_model(&checkpoint, &out, format, precision, false, Some(&mut slab));
+        assert_eq!(error, written.unwrap_err().to_string());
     }
 }

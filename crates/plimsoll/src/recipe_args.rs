@@ -144,8 +144,8 @@ impl LoraArgs {
                 return Ok(());
             }
             Err(Stop::Input(format!(
-                "--{option} {value}: the adapter that --adapter names has {found}: leave the \
-                 option out, or leave --adapter out to train new adapters"
+                "--{option} {value}: the adapter to go on from has {found}: leave the option out, \
+                 or train new adapters on its base"
             )))
         };
         let number = |x: f32| x.to_string();
@@ -161,8 +161,8 @@ impl LoraArgs {
         other(given, "modules-to-save", saved(&asked), saved(adapter))?;
         if self.rslora && !adapter.rslora {
             return Err(Stop::Input(
-                "--rslora: the adapter that --adapter names is scaled by alpha / rank: leave the \
-                 option out, or leave --adapter out to train new adapters"
+                "--rslora: the adapter to go on from is scaled by alpha / rank: leave the option \
+                 out, or train new adapters on its base"
                     .into(),
             ));
         }

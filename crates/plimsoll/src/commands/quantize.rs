@@ -5,10 +5,12 @@ use std::time::Instant;
 
 use clap::Args;
 use plimsoll_arch::DType;
-use plimsoll_model::{Checkpoint, ModelError, expected_tensors, quantize_model};
+use plimsoll_model::{Checkpoint, ModelError, expected_tensors, quantize_model, quantizing_bytes};
+use plimsoll_plan::Device;
 use plimsoll_quant::Format4bit;
 use serde_json::json;
 
+use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::open_model;
 use crate::recipe_args::Precision;
@@ -29,6 +31,9 @@ pub struct QuantizeArgs {
     /// [default: f32 where the model is stored so, else bf16]
     #[arg(long, value_enum)]
     pub precision: Option<Precision>,
+    /// Who quantizes; the bits are the same.
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub device: DeviceArg,
     /// Folder of the new model.
     #[arg(long)]
     pub out: PathBuf,
@@ -43,11 +48,19 @@ pub fn run(args: &QuantizeArgs) -> Outcome {
     refuse_same_folder(checkpoint, &args.out)?;
     let precision = args.precision.map_or_else(|| stored_precision(checkpoint), Precision::dtype);
     let beside = model.files_beside()?;
-    let done = quantize_model(checkpoint, &args.out, args.quant, precision, args.quant_head)
-        .map_err(|e| match e {
+    let (format, head) = (args.quant, args.quant_head);
+    let mut device = match args.device {
+        DeviceArg::Cpu => None,
+        gpu => Some(gpu.reserve(quantizing_bytes(&model.arch, format, head))?),
+    };
+    let device = device.as_mut().map(|d| &mut **d as &mut dyn Device);
+    let done = quantize_model(checkpoint, &args.out, format, precision, head, device).map_err(
+        |e| match e {
             ModelError::Io { .. } | ModelError::NoSpace { .. } => Stop::Failed(e.to_string()),
+            ModelError::Device(e) => Stop::Failed(e.to_string()),
             other => Stop::input(other),
-        })?;
+        },
+    )?;
     for (name, bytes) in beside {
         let path = args.out.join(name);
         std::fs::write(&path, bytes)
