@@ -220,7 +220,9 @@ impl Planner {
         let mut plans: Vec<RecomputePlan> = Recompute::ALL.map(RecomputePlan::uniform).to_vec();
         for pair in Recompute::ALL.windows(2) {
             let [lighter, heavier] = pair else { continue };
-            plans.extend((2..9).map(|step| RecomputePlan::every(step, *lighter, *heavier)));
+            let layers = arch.num_hidden_layers;
+            let every = |step| RecomputePlan::every(layers, step, *lighter, *heavier);
+            plans.extend((2..9).map(every));
         }
         let mut best: Option<(bool, f64, RecomputePlan)> = None;
         for recompute in plans {
@@ -228,7 +230,7 @@ impl Planner {
             let report = self.plan(arch, &with)?.report;
             let fits = report.fits.unwrap_or(true);
             let costs = if fits { report.step_seconds } else { report.peak_bytes as f64 };
-            let better = |(f, c, _): &(bool, f64, _)| fits > *f || (fits == *f && costs < *c);
+            let better = |(f, c, _): &(bool, f64, _)| (fits && !f) || (fits == *f && costs < *c);
             if best.as_ref().is_none_or(better) {
                 best = Some((fits, costs, recompute));
             }

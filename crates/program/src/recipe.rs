@@ -76,9 +76,10 @@ impl RecomputePlan {
         }
     }
 
-    /// `level` on the first layer and on every `step`-th behind it, `rest` on the others.
-    pub fn every(step: usize, level: Recompute, rest: Recompute) -> RecomputePlan {
-        let range = LayerRange { first: 0, last: LAST_LAYER, step: step.max(1) };
+    /// `level` on the first of some layers and on every `step`-th behind it, `rest` on the
+    /// others.
+    pub fn every(layers: usize, step: usize, level: Recompute, rest: Recompute) -> RecomputePlan {
+        let range = LayerRange { first: 0, last: layers.saturating_sub(1), step: step.max(1) };
         RecomputePlan { default: rest, ranges: vec![(range, level)] }
     }
 
@@ -87,9 +88,6 @@ impl RecomputePlan {
         range.map_or(self.default, |(_, level)| *level)
     }
 }
-
-/// Beyond the layers of any model.
-const LAST_LAYER: usize = 999;
 
 impl fmt::Display for RecomputePlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -77,7 +77,7 @@ impl Space {
                 }
             }
             for moved in moved(&method, fixed) {
-                for recompute in levels(&moved, fixed) {
+                for recompute in levels(&moved, layers, fixed) {
                     lines.push(Recipe { recompute, ..moved.clone() });
                 }
             }
@@ -174,12 +174,12 @@ fn moved(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
 /// Levels that matter to what is divided or offloaded, lighter before heavier. Of
 /// activations the link has time for what `mlp` keeps and a little more, and beside state
 /// for the inputs of blocks.
-fn levels(recipe: &Recipe, fixed: Fixed) -> Vec<RecomputePlan> {
+fn levels(recipe: &Recipe, layers: usize, fixed: Fixed) -> Vec<RecomputePlan> {
     if fixed.recompute {
         return vec![recipe.recompute.clone()];
     }
     if recipe.offload == Offload::ACTIVATIONS {
-        let some = RecomputePlan::every(5, Recompute::Norms, Recompute::Mlp);
+        let some = RecomputePlan::every(layers, 5, Recompute::Norms, Recompute::Mlp);
         return vec![some, RecomputePlan::uniform(Recompute::Mlp)];
     }
     let levels: &[Recompute] = match &recipe.offload {

@@ -205,7 +205,7 @@ fn under_way(compute: &[f64], transfers: Vec<(usize, f64)>, most: f64) -> Vec<us
     // Transfer and the time of its end.
     let mut queue: VecDeque<(usize, f64)> = VecDeque::new();
     let (mut now, mut link, mut bytes) = (0.0f64, 0.0f64, 0.0f64);
-    for at in 0..compute.len() {
+    for (at, meanwhile) in compute.iter().enumerate() {
         while bytes > most
             && let Some((transfer, end)) = queue.pop_front()
         {
@@ -213,7 +213,7 @@ fn under_way(compute: &[f64], transfers: Vec<(usize, f64)>, most: f64) -> Vec<us
             bytes -= transfers[transfer].1;
             ended[transfer] = at.saturating_sub(1);
         }
-        now += compute[at];
+        now += meanwhile;
         while let Some(transfer) = waiting.next_if(|n| transfers[*n].0 == at) {
             link = link.max(now) + transfers[transfer].1;
             bytes += transfers[transfer].1;
@@ -270,5 +270,32 @@ impl Added {
             all.push(Section { ops: start..ops.len(), ..section });
         }
         Program { tensors, ops, sections: all }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transfers_end_one_after_the_other() {
+        let compute = [1.0; 10];
+        // The second waits for the first; the third has the link to itself.
+        let transfers = vec![(0, 2.5), (1, 1.0), (6, 0.5)];
+        assert_eq!(under_way(&compute, transfers.clone(), 100.0), [3, 4, 7]);
+        // Whatever their order in the list.
+        let reversed = transfers.into_iter().rev().collect();
+        assert_eq!(under_way(&compute, reversed, 100.0), [7, 4, 3]);
+        // What outlasts the program ends with it.
+        assert_eq!(under_way(&compute, vec![(8, 50.0)], 100.0), [9]);
+    }
+
+    #[test]
+    fn computation_waits_where_too_much_is_under_way() {
+        let compute = [1.0; 6];
+        let transfers: Vec<(usize, f64)> = (0..4).map(|at| (at, 10.0)).collect();
+        // With room for two, the third makes computation wait for the first.
+        assert_eq!(under_way(&compute, transfers.clone(), 20.0)[..2], [2, 3]);
+        assert_eq!(under_way(&compute, transfers, 100.0), [5; 4]);
     }
 }
