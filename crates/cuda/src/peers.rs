@@ -12,6 +12,7 @@
 //! Sums are made in the order of the ranks, in float32, and rounded once: the same bits on
 //! every rank and in every run.
 
+use std::ops::Range;
 use std::ptr;
 
 use cudarc::driver::sys::{self, CUstreamBatchMemOpType_enum as MemOp};
@@ -86,6 +87,15 @@ pub(crate) struct Summed {
     pub offset: u64,
     pub bytes: u64,
     pub dtype: DType,
+}
+
+/// `to` = the sum over all ranks of the `bytes` at `from`, which have the same offset in every
+/// slab.
+struct Slices {
+    from: u64,
+    to: u64,
+    bytes: u64,
+    dtype: DType,
 }
 
 /// What a sum is made of: addresses on this GPU, and bytes.
@@ -176,8 +186,7 @@ impl Peers {
 
     /// The word that `writer` writes for `reader`.
     fn word(&self, reader: usize, phase: Phase, writer: usize) -> u64 {
-        let ranks = self.ranks() as u64;
-        self.words + WORD * ((reader as u64 * PHASES + phase as u64) * ranks + writer as u64)
+        self.words + word(self.ranks(), reader, phase, writer)
     }
 
     /// Holds a stream until all ranks have come to this phase.
@@ -276,27 +285,25 @@ impl Peers {
         self.fork(stream)?;
         let mut turn = 0;
         for t in tensors {
-            let own = t.from + self.rank as u64 * t.bytes;
-            self.sum_slices(&mut turn, own, t.to.of(self.rank), t.bytes, t.dtype, kernels, stream)?;
+            let from = t.from + self.rank as u64 * t.bytes;
+            let to = t.to.of(self.rank);
+            let slices = Slices { from, to, bytes: t.bytes, dtype: t.dtype };
+            self.sum_slices(&mut turn, slices, kernels, stream)?;
         }
         self.join(stream)?;
         self.meet(Phase::Read, stream)
     }
 
-    /// `to` = the sum over all ranks of the `bytes` at `from`, which have the same offset in
-    /// every slab: piece by piece, one half of the staging memory being filled while the other
-    /// is summed.
-    #[allow(clippy::too_many_arguments)]
+    /// Piece by piece, one half of the staging memory being filled while the other is summed.
+    /// `turn` counts the pieces of a collective.
     fn sum_slices(
         &self,
         turn: &mut usize,
-        from: u64,
-        to: u64,
-        bytes: u64,
-        dtype: DType,
+        slices: Slices,
         kernels: &Kernels,
         stream: sys::CUstream,
     ) -> Result<(), CudaError> {
+        let Slices { from, to, bytes, dtype } = slices;
         let others = self.ranks() as u64 - 1;
         let slice = self.sizes.slice;
         for at in (0..bytes).step_by(slice as usize) {
@@ -362,9 +369,8 @@ impl Peers {
             }
         }
         let slice = |t: &Summed, q: usize| {
-            let all = t.bytes.div_ceil(self.ranks() as u64).next_multiple_of(256);
-            let (start, end) = (q as u64 * all, (q as u64 + 1) * all);
-            (t.offset + start.min(t.bytes), end.min(t.bytes) - start.min(t.bytes))
+            let range = share(t.bytes, self.ranks(), q);
+            (t.offset + range.start, range.end - range.start)
         };
         let others = self.ranks() as u64 - 1;
         let apart = self.staging.address + 2 * others * self.sizes.slice;
@@ -379,8 +385,9 @@ impl Peers {
         }
         let mut turn = 0;
         for t in &large {
-            let (own, len) = slice(t, self.rank);
-            self.sum_slices(&mut turn, own, own, len, t.dtype, kernels, stream)?;
+            let (from, bytes) = slice(t, self.rank);
+            let slices = Slices { from, to: from, bytes, dtype: t.dtype };
+            self.sum_slices(&mut turn, slices, kernels, stream)?;
         }
         self.join(stream)?;
         self.meet(Phase::Summed, stream)?;
@@ -404,6 +411,18 @@ impl Peers {
         self.join(stream)?;
         self.meet(Phase::Read, stream)
     }
+}
+
+/// Where the word that `writer` writes for `reader` lies among all.
+fn word(ranks: usize, reader: usize, phase: Phase, writer: usize) -> u64 {
+    WORD * ((reader as u64 * PHASES + phase as u64) * ranks as u64 + writer as u64)
+}
+
+/// The bytes of a tensor that rank `q` sums: shares that begin at multiples of 256.
+fn share(bytes: u64, ranks: usize, q: usize) -> Range<u64> {
+    let all = bytes.div_ceil(ranks as u64).next_multiple_of(256);
+    let at = |q: usize| (q as u64 * all).min(bytes);
+    at(q)..at(q + 1)
 }
 
 /// Zeroed page-locked words for a group. They stay until the process ends: another GPU may
@@ -483,4 +502,39 @@ pub fn reach_each_other(count: usize) -> bool {
     let Ok(devices) = devices else { return false };
     let pairs = devices.iter().flat_map(|a| devices.iter().map(move |b| (*a, *b)));
     pairs.filter(|(a, b)| a != b).all(|(a, b)| reaches(a, b).unwrap_or(false))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_word_has_a_place_of_its_own() {
+        for ranks in [2, 3, 8] {
+            let mut places = std::collections::BTreeSet::new();
+            for reader in 0..ranks {
+                for phase in [Phase::Ready, Phase::Summed, Phase::Read] {
+                    (0..ranks).for_each(|w| assert!(places.insert(word(ranks, reader, phase, w))));
+                }
+            }
+            let last = PHASES * (ranks * ranks) as u64 * WORD - WORD;
+            assert_eq!(places.last(), Some(&last));
+        }
+    }
+
+    #[test]
+    fn shares_are_all_of_a_tensor_once() {
+        for bytes in [4, 1020, 262_148, 6 << 20] {
+            for ranks in [2, 3, 8] {
+                let mut end = 0;
+                for q in 0..ranks {
+                    let range = share(bytes, ranks, q);
+                    assert_eq!(range.start, end, "{bytes} bytes, {ranks} ranks");
+                    assert!(range.start.is_multiple_of(256) || range.is_empty());
+                    end = range.end;
+                }
+                assert_eq!(end, bytes);
+            }
+        }
+    }
 }

@@ -50,8 +50,6 @@ const COPY_SHARE: f64 = 0.84;
 const COPIES_LATENCY_US: f64 = 30.0;
 /// One more copy in an op.
 const COPY_US: f64 = 3.0;
-/// What the driver takes for copies, besides the staging memory.
-const COPIES_DRIVER_BYTES: u64 = 0;
 
 impl Peers {
     /// GPUs of a kind: `ranks` on `nodes` alike, which send each other
@@ -87,9 +85,7 @@ impl Peers {
             _ => format!("{words}; {:.0} GB/s a node", node_bytes_per_second / 1e9),
         };
         let (latency_us, transport_bytes) = match transport {
-            Transport::Copies => {
-                (COPIES_LATENCY_US, Staging::of(ranks).bytes + COPIES_DRIVER_BYTES)
-            }
+            Transport::Copies => (COPIES_LATENCY_US, Staging::of(ranks).bytes),
             _ => (if nodes > 1 { 40.0 } else { 15.0 }, NCCL_BYTES),
         };
         Peers {
@@ -182,7 +178,7 @@ mod tests {
     #[test]
     fn each_transport_takes_what_it_takes() {
         let copies = peers("h200", 2, 1, Some(Transport::Copies));
-        assert_eq!(copies.transport_bytes, Staging::of(2).bytes + COPIES_DRIVER_BYTES);
+        assert_eq!(copies.transport_bytes, Staging::of(2).bytes);
         let nccl = peers("h200", 2, 1, Some(Transport::Nccl));
         assert_eq!(nccl.transport_bytes, NCCL_BYTES);
         assert_eq!(Peers::threads(2, 1e9).transport_bytes, 0);
