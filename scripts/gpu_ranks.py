@@ -158,7 +158,7 @@ def point(b, lane, options, timeout, gpus=None):
 
 def memory(b, lane):
     said = []
-    for zero, more in [*((zero, []) for zero in range(4)), (3, ["--collectives", "nccl"])]:
+    for zero, more in [*((zero, []) for zero in range(4)), (3, ["--collectives", "copies"])]:
         row = point(b, lane, ["--model", "qwen1.5-0.5b", "--batch", "2", "--zero", str(zero), "--iterations", "3",
                               *more], 120, b.gpus)
         if row["worst"] > gpu_check.MEMORY:
@@ -172,10 +172,10 @@ EIGHT = ["--model", "llama-3-8b", "--batch", "4", "--optimizer-dtype", "bf16", "
 
 
 def benchmark(b, lane):
-    """Llama-3-8B, batch 4 a GPU: one GPU, ZeRO 1 and ZeRO 3, and ZeRO 1 over NCCL."""
+    """Llama-3-8B, batch 4 a GPU: one GPU, ZeRO 1 and ZeRO 3, over NCCL and as copies."""
     one = point(b, lane, EIGHT, 200)
     said = [f"one GPU {one['tokens_per_second']:.0f} tokens/s, {gib(one['measured_bytes'])}"]
-    for zero, more in ((1, []), (3, []), (1, ["--collectives", "nccl"])):
+    for zero, more in ((1, []), (3, []), (1, ["--collectives", "copies"]), (3, ["--collectives", "copies"])):
         row = point(b, lane, [*EIGHT, "--zero", str(zero), *more], 240, b.gpus)
         rate = row["tokens_per_second"] / b.gpus
         planned = row["planned_seconds"] / row["seconds_per_iteration"] - 1

@@ -54,21 +54,15 @@ const COPY_US: f64 = 3.0;
 impl Peers {
     /// GPUs of a kind: `ranks` on `nodes` alike, which send each other
     /// `node_bytes_per_second`. Between GPUs without NVLink everything goes over the
-    /// host link at `link_bytes_per_second`. Where nobody says what carries collectives, it
-    /// is copies between GPUs of one machine that NVLink joins, and else NCCL.
+    /// host link at `link_bytes_per_second`.
     pub fn gpus(
         name: &str,
         link_bytes_per_second: f64,
         ranks: usize,
         nodes: usize,
         node_bytes_per_second: f64,
-        transport: Option<Transport>,
+        transport: Transport,
     ) -> Peers {
-        let default = match nvlink(name) {
-            Some(_) if nodes <= 1 => Transport::Copies,
-            _ => Transport::Nccl,
-        };
-        let transport = transport.unwrap_or(default);
         let copies = transport == Transport::Copies;
         let (rate, words) = match nvlink(name) {
             Some(gigabytes) if copies => {
@@ -162,24 +156,15 @@ impl Peers {
 mod tests {
     use super::*;
 
-    fn peers(name: &str, ranks: usize, nodes: usize, transport: Option<Transport>) -> Peers {
+    fn peers(name: &str, ranks: usize, nodes: usize, transport: Transport) -> Peers {
         Peers::gpus(name, 50e9, ranks, nodes, 50e9, transport)
     }
 
     #[test]
-    fn copies_where_nvlink_joins_gpus_of_one_machine_and_nccl_elsewhere() {
-        assert_eq!(peers("h200", 2, 1, None).transport, Transport::Copies);
-        assert_eq!(peers("a100-80", 8, 1, None).transport, Transport::Copies);
-        assert_eq!(peers("h200", 16, 2, None).transport, Transport::Nccl);
-        assert_eq!(peers("4090", 2, 1, None).transport, Transport::Nccl);
-        assert_eq!(peers("h200", 2, 1, Some(Transport::Nccl)).transport, Transport::Nccl);
-    }
-
-    #[test]
     fn each_transport_takes_what_it_takes() {
-        let copies = peers("h200", 2, 1, Some(Transport::Copies));
+        let copies = peers("h200", 2, 1, Transport::Copies);
         assert_eq!(copies.transport_bytes, Staging::of(2).bytes);
-        let nccl = peers("h200", 2, 1, Some(Transport::Nccl));
+        let nccl = peers("h200", 2, 1, Transport::Nccl);
         assert_eq!(nccl.transport_bytes, NCCL_BYTES);
         assert_eq!(Peers::threads(2, 1e9).transport_bytes, 0);
     }

@@ -81,15 +81,14 @@ impl Planner {
     }
 
     /// Of several ranks, `nodes` times as many as share a machine, which sends
-    /// `link` bytes a second to the next: what `transport` takes, or where that is open
-    /// the one that suits the devices, and what collectives cost. Ranks on one CPU have a
+    /// `link` bytes a second to the next: what `transport` takes, and what collectives cost. Ranks on one CPU have a
     /// share of its memory each.
     pub fn for_ranks(
         mut self,
         ranks: usize,
         nodes: usize,
         link: Option<f64>,
-        transport: Option<Transport>,
+        transport: Transport,
     ) -> Planner {
         let nodes = nodes.max(1);
         if ranks <= 1 {

@@ -317,9 +317,8 @@ pub struct RecipeArgs {
     /// Type in which gradients are summed over the ranks [default: that of the weights]
     #[arg(long, value_enum)]
     pub reduce_dtype: Option<Precision>,
-    /// What carries tensors between GPUs [default: copies where all ranks are in one
-    /// process and reach each other's memory, else nccl]
-    #[arg(long, value_enum, default_value = "auto", hide_default_value = true)]
+    /// What carries tensors between GPUs
+    #[arg(long, value_enum, default_value = "nccl")]
     pub collectives: CollectivesArg,
     #[command(flatten)]
     pub lora: LoraArgs,

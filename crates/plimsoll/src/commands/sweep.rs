@@ -9,7 +9,6 @@ use plimsoll_measure::{Launch, Point, RunError, Status, Sweep, Vary, run_point};
 use plimsoll_report::{Level, Options, Report, Series, Theme, Timeline, render};
 use serde_json::{Map, Value, json};
 
-use crate::collectives::CollectivesArg;
 use crate::commands::point::PointArgs;
 use crate::commands::trainer::{Trainer, TrainerArgs};
 use crate::devices::DeviceArg;
@@ -190,9 +189,7 @@ fn settings(args: &SweepArgs) -> Value {
     if r.gpus > 1 {
         settings["gpus"] = r.gpus.into();
         settings["zero"] = r.zero.into();
-        if r.collectives != CollectivesArg::Auto {
-            settings["collectives"] = format!("{:?}", r.collectives).to_lowercase().into();
-        }
+        settings["collectives"] = format!("{:?}", r.collectives).to_lowercase().into();
         settings["reduce_dtype"] = json!(r.reduce_dtype.map(|p| format!("{p:?}").to_lowercase()));
     }
     if r.method != MethodArg::Full {
