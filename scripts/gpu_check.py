@@ -556,6 +556,9 @@ LANES = {
                 ("greedy ids, CPU and CUDA", greedy)],
     "smollm2": [("loss curves: SmolLM2-135M", curves_smollm2)],
     "ops": [("ops", parts("ops"))],
+    "quantize": [("quantize: the CPU's bits", parts("quantize"))],
+    # Ranks that share a GPU wait for each other there: each of their streams needs a queue of its own.
+    "ranks": [("collectives as copies", parts("ranks", extra={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}))],
     "steps": [("steps, prefill, decoding", parts("train", "infer"))],
     "offload": [("offload: same bits", parts("offload", timeout=300))],
     "attention": [("attention, portable kernels", parts("attention", extra={"PLIMSOLL_ATTENTION": "portable"})),

@@ -88,6 +88,16 @@ def resumed(b, lane):
     return deviation(curve(out[1]), straight, EXACT, f"{b.gpus} GPUs, then one")
 
 
+def collectives(b, lane):
+    """Copies and NCCL sum the same numbers, in another order."""
+    said = []
+    for zero in range(4):
+        copies, nccl = (train(b, lane, f"{name}-{zero}", "f32", 20, ranks(b, zero, ["--collectives", name]), 1)
+                        for name in ("copies", "nccl"))
+        said.append(deviation(copies, nccl, EXACT, f"ZeRO {zero}"))
+    return "; ".join(said)
+
+
 def processes(b, command, lane):
     """One process a GPU, as torchrun starts them."""
     with socket.socket() as free:
@@ -148,12 +158,12 @@ def point(b, lane, options, timeout, gpus=None):
 
 def memory(b, lane):
     said = []
-    for zero in range(4):
-        row = point(b, lane, ["--model", "qwen1.5-0.5b", "--batch", "2", "--zero", str(zero), "--iterations", "3"], 120,
-                    b.gpus)
+    for zero, more in [*((zero, []) for zero in range(4)), (3, ["--collectives", "nccl"])]:
+        row = point(b, lane, ["--model", "qwen1.5-0.5b", "--batch", "2", "--zero", str(zero), "--iterations", "3",
+                              *more], 120, b.gpus)
         if row["worst"] > gpu_check.MEMORY:
             raise Failed(f"ZeRO {zero}: planned {row['rank_planned_bytes']}, measured {row['rank_measured_bytes']}")
-        said.append(f"{zero}: {gib(row['measured_bytes'])} {100 * row['worst']:.2f} %")
+        said.append(f"{' '.join([str(zero), *more[1:]])}: {gib(row['measured_bytes'])} {100 * row['worst']:.2f} %")
     return f"qwen1.5-0.5b, every rank within: {', '.join(said)}"
 
 
@@ -162,14 +172,14 @@ EIGHT = ["--model", "llama-3-8b", "--batch", "4", "--optimizer-dtype", "bf16", "
 
 
 def benchmark(b, lane):
-    """Llama-3-8B, batch 4 a GPU: one GPU, ZeRO 1 and ZeRO 3."""
+    """Llama-3-8B, batch 4 a GPU: one GPU, ZeRO 1 and ZeRO 3, and ZeRO 1 over NCCL."""
     one = point(b, lane, EIGHT, 200)
     said = [f"one GPU {one['tokens_per_second']:.0f} tokens/s, {gib(one['measured_bytes'])}"]
-    for zero in (1, 3):
-        row = point(b, lane, [*EIGHT, "--zero", str(zero)], 240, b.gpus)
+    for zero, more in ((1, []), (3, []), (1, ["--collectives", "nccl"])):
+        row = point(b, lane, [*EIGHT, "--zero", str(zero), *more], 240, b.gpus)
         rate = row["tokens_per_second"] / b.gpus
         planned = row["planned_seconds"] / row["seconds_per_iteration"] - 1
-        said.append(f"ZeRO {zero}: {rate:.0f} tokens/s/GPU, {rate / one['tokens_per_second']:.3f} of one, planned "
+        said.append(f"{' '.join(['ZeRO', str(zero), *more[1:]])}: {rate:.0f} tokens/s/GPU, {rate / one['tokens_per_second']:.3f} of one, planned "
                     f"{100 * planned:+.0f} %, {gib(row['measured_bytes'])} ({100 * row['worst']:.2f} % off)")
     return "; ".join(said)
 
@@ -177,6 +187,8 @@ def benchmark(b, lane):
 CHECKS = [("losses, every ZeRO stage", losses),
           ("losses in bf16", losses_bf16),
           ("adapters", adapters),
+          ("copies and NCCL", collectives),
+          ("collectives as copies, bit for bit", gpu_check.parts("ranks")),
           ("resume on one GPU", resumed),
           ("processes; a killed rank", launched),
           ("bytes of every rank", memory),

@@ -3,8 +3,8 @@
 //! numbers of the golden models.
 //!
 //! `cargo run --release -p plimsoll-cuda --example gpu_check [ops] [few] [attention]
-//! [train] [infer] [offload] [memory] [golden] [real] [decode]`, on a machine with a GPU; without
-//! words, everything. `attention` is the part of `ops` that `PLIMSOLL_ATTENTION` changes,
+//! [train] [infer] [quantize] [offload] [memory] [ranks] [golden] [real] [decode]`, on a machine
+//! with a GPU; without words, everything. `attention` is the part of `ops` that `PLIMSOLL_ATTENTION` changes,
 //! `few` holds products of few rows and what shares their launch, `decode` times token
 //! steps. `scripts/gpu-check` runs this and the program itself.
 
@@ -26,14 +26,16 @@ fn main() -> ExitCode {
     };
     println!("{info:?}");
     let wanted: Vec<String> = std::env::args().skip(1).collect();
-    let parts: [(&str, Part); 10] = [
+    let parts: [(&str, Part); 12] = [
         ("ops", support::ops::check),
         ("few", support::few_rows::check),
         ("attention", support::ops::check_attention),
         ("train", support::steps::train),
         ("infer", support::steps::infer),
+        ("quantize", support::quantize::check),
         ("offload", support::offload::check),
         ("memory", support::steps::memory),
+        ("ranks", support::ranks::check),
         ("golden", support::golden::check),
         ("real", support::golden::check_real),
         ("decode", support::token::time),

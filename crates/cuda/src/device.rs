@@ -6,10 +6,15 @@ use std::io;
 use std::ops::Range;
 use std::time::Duration;
 
+use cudarc::driver::sys;
 use plimsoll_comm::{Communicator, Nccl};
-use plimsoll_plan::{Device, DeviceError, LaunchTime, Layout, Placement, SlabSizes, Taken, Waits};
+use plimsoll_plan::{
+    Device, DeviceError, LaunchTime, Layout, Placement, Quantizer, SlabSizes, Taken, Transport,
+    Waits,
+};
 use plimsoll_program::{Access, Home, Lane, Op, Program, Shard, Tensor};
 
+use crate::collectives::Link;
 use crate::driver::{Context, DeviceInfo, Graph, Pinned, cuda};
 use crate::error::CudaError;
 use crate::host::HostSlab;
@@ -17,11 +22,13 @@ use crate::kernels::Kernels;
 use crate::lanes::{Streams, run_section};
 use crate::launch::Launcher;
 use crate::library::library_folders;
+use crate::memory::Memory;
 use crate::nvml::Nvml;
+use crate::peers::{Peers, readers};
 use crate::products::Products;
 
 /// Page-locked memory through which everything goes up and down.
-const STAGING: usize = 32 << 20;
+pub(crate) const STAGING: usize = 32 << 20;
 /// Sections whose graphs are kept; the least recently used goes first.
 const MAX_GRAPHS: usize = 32;
 
@@ -30,20 +37,22 @@ pub struct CudaDevice {
     /// The other ranks; none for one alone.
     group: Option<RefCell<Box<dyn Communicator>>>,
     // Declared in the order in which they must go.
-    nccl: Option<Nccl>,
+    link: Option<Link>,
     graphs: Vec<Section>,
     products: Products,
-    kernels: Kernels,
-    staging: Pinned,
+    pub(crate) kernels: Kernels,
+    pub(crate) staging: Pinned,
     /// Bytes of `staging` that copies in flight may still read.
-    staged: usize,
-    slab: u64,
+    pub(crate) staged: usize,
+    /// Scales of a tensor on its way into four bits, until a program runs.
+    pub(crate) scales: Option<Pinned>,
+    pub(crate) slab: Memory,
     host: HostSlab,
     sizes: SlabSizes,
     streams: Streams,
     /// Runs so far: the clock of the graph cache.
     runs: u64,
-    context: Context,
+    pub(crate) context: Context,
 }
 
 // SAFETY: every public call makes the context current first, and `&mut self`
@@ -96,30 +105,42 @@ impl CudaDevice {
     /// [`DeviceError::ReserveHost`] when the system does not lock that much; else a
     /// [`CudaError`]: no driver, no GPU, a missing library (with how to get it).
     pub fn new(sizes: impl Into<SlabSizes>, ordinal: usize) -> Result<CudaDevice, DeviceError> {
-        let sizes = sizes.into();
+        CudaDevice::reserve(sizes.into(), ordinal, None)
+    }
+
+    /// As [`CudaDevice::new`], with a slab that GPUs `readers` reach as well.
+    fn reserve(
+        sizes: SlabSizes,
+        ordinal: usize,
+        readers: Option<&[sys::CUdevice]>,
+    ) -> Result<CudaDevice, DeviceError> {
         let slab_bytes = sizes.device;
         let context = Context::new(ordinal)?;
         let products = Products::new(&context)?;
         let kernels = Kernels::new(&context);
         let staging = Pinned::new(STAGING)?;
         let (free, total) = context.memory()?;
-        let mut slab = 0;
         let bytes = usize::try_from(slab_bytes.max(1)).unwrap_or(usize::MAX);
-        if let Err(cause) = cuda!(cuMemAlloc_v2(&mut slab, bytes)) {
+        let slab = match readers {
+            None => Memory::new(bytes),
+            Some(readers) => Memory::shared(bytes, context.device, readers),
+        };
+        let slab = slab.map_err(|cause| {
             let text = format!("{} has {free} bytes free of {total}; {cause}", context.info.name);
-            return Err(DeviceError::Reserve {
+            DeviceError::Reserve {
                 bytes: slab_bytes,
                 cause: io::Error::new(io::ErrorKind::OutOfMemory, text),
-            });
-        }
+            }
+        })?;
         let mut device = CudaDevice {
             group: None,
-            nccl: None,
+            link: None,
             graphs: Vec::new(),
             products,
             kernels,
             staging,
             staged: 0,
+            scales: None,
             slab,
             host: HostSlab::empty(),
             sizes,
@@ -127,7 +148,7 @@ impl CudaDevice {
             runs: 0,
             context,
         };
-        cuda!(cuMemsetD8Async(slab, 0, bytes, device.context.stream))?;
+        cuda!(cuMemsetD8Async(device.slab.address, 0, bytes, device.context.stream))?;
         device.context.synchronize()?;
         device.host = HostSlab::reserve(sizes.host)?;
         Ok(device)
@@ -136,35 +157,45 @@ impl CudaDevice {
     /// As [`CudaDevice::new`], for one rank of a group: each has a GPU of its own.
     ///
     /// # Errors
-    /// As [`CudaDevice::new`]; NCCL is missing, or the ranks do not find each other.
+    /// As [`CudaDevice::new`]; NCCL is missing, a GPU does not reach the memory of another
+    /// where collectives are copies, or the ranks do not find each other.
     pub fn in_group(
         sizes: impl Into<SlabSizes>,
         ordinal: usize,
         mut group: Box<dyn Communicator>,
+        transport: Transport,
     ) -> Result<CudaDevice, DeviceError> {
-        let mut device = CudaDevice::new(sizes, ordinal)?;
+        let readers = match transport {
+            Transport::Copies => Some(readers(ordinal, &mut *group)?),
+            Transport::Nccl | Transport::Host => None,
+        };
+        let mut device = CudaDevice::reserve(sizes.into(), ordinal, readers.as_deref())?;
         // NCCL asks for the device of the current context.
         device.context.bind()?;
-        let nccl = Nccl::new(&mut *group, &library_folders()).map_err(CudaError::from)?;
-        (device.nccl, device.group) = (Some(nccl), Some(RefCell::new(group)));
+        let link = match transport {
+            Transport::Copies => {
+                let (context, kernels) = (&device.context, &device.kernels);
+                Link::Peers(Peers::new(context, kernels, device.slab.address, &mut *group)?)
+            }
+            Transport::Nccl | Transport::Host => {
+                let nccl = Nccl::new(&mut *group, &library_folders());
+                Link::Nccl(nccl.map_err(CudaError::from)?)
+            }
+        };
+        (device.link, device.group) = (Some(link), Some(RefCell::new(group)));
         Ok(device)
-    }
-
-    /// Version of NCCL, such as 22703 for 2.27.3; none for a rank alone.
-    pub fn nccl_version(&self) -> Option<i32> {
-        self.nccl.as_ref().map(Nccl::version)
     }
 
     /// Waits until the compute lane's stream is empty. Of several ranks one may wait in
     /// vain for another that has ended: it looks now and then, and gives up.
-    fn wait(&self) -> Result<(), CudaError> {
-        let (Some(nccl), Some(group)) = (&self.nccl, &self.group) else {
+    pub(crate) fn wait(&self) -> Result<(), CudaError> {
+        let (Some(link), Some(group)) = (&self.link, &self.group) else {
             return self.context.synchronize();
         };
         let mut pause = Duration::from_micros(20);
         while !self.context.is_idle()? {
-            if let Err(error) = group.borrow().check().and_then(|()| nccl.check()) {
-                nccl.abort();
+            if let Err(error) = group.borrow().check().and_then(|()| link.check()) {
+                link.abort(&self.context);
                 return Err(error.into());
             }
             std::thread::sleep(pause);
@@ -222,10 +253,10 @@ impl CudaDevice {
             stream: self.context.stream,
             program,
             layout,
-            slab: self.slab,
+            slab: self.slab.address,
             host: self.host.address(),
             rank: self.rank(),
-            nccl: self.nccl.as_ref(),
+            link: self.link.as_ref(),
             current: Cell::new(0),
         })
     }
@@ -240,7 +271,7 @@ impl CudaDevice {
         Ok(())
     }
 
-    fn check_range(&self, home: Home, offset: u64, len: usize) -> Result<(), CudaError> {
+    pub(crate) fn check_range(&self, home: Home, offset: u64, len: usize) -> Result<(), CudaError> {
         let slab = self.sizes.of(home);
         match offset.checked_add(len as u64) {
             Some(end) if end <= slab => Ok(()),
@@ -276,10 +307,15 @@ impl CudaDevice {
         section: usize,
     ) -> Result<(), CudaError> {
         let ops = program.sections[section].ops.clone();
+        self.scales = None;
+        // Loading a kernel may wait for the whole GPU: nothing must be in flight that waits
+        // for another rank.
+        self.wait()?;
+        self.meet()?;
         let launcher = self.launcher(program, layout, section)?;
         self.tune(&launcher, section)?;
         let waits = Waits::new(program, layout);
-        if self.nccl.is_some() {
+        if self.link.is_some() {
             let stream = self.context.stream;
             let launcher = self.launcher(program, layout, section)?;
             self.run_apart(&Launcher { lanes: [stream; Lane::ALL.len()], ..launcher }, &ops)?;
@@ -330,7 +366,7 @@ impl CudaDevice {
     }
 
     /// A piece of the staging buffer that no copy in flight reads.
-    fn stage(&mut self, len: usize) -> Result<usize, CudaError> {
+    pub(crate) fn stage(&mut self, len: usize) -> Result<usize, CudaError> {
         if self.staged + len > self.staging.len() {
             self.wait()?;
             self.staged = 0;
@@ -342,13 +378,23 @@ impl CudaDevice {
 
     fn send(&mut self, offset: u64, at: usize, len: usize) -> Result<(), CudaError> {
         let from = self.staging.slice(at, len).as_ptr();
-        cuda!(cuMemcpyHtoDAsync_v2(self.slab + offset, from.cast(), len, self.context.stream))
+        cuda!(cuMemcpyHtoDAsync_v2(
+            self.slab.address + offset,
+            from.cast(),
+            len,
+            self.context.stream
+        ))
     }
 
     fn fetch(&mut self, offset: u64, len: usize) -> Result<&[u8], CudaError> {
         let at = self.stage(len)?;
         let to = self.staging.slice(at, len).as_mut_ptr();
-        cuda!(cuMemcpyDtoHAsync_v2(to.cast(), self.slab + offset, len, self.context.stream))?;
+        cuda!(cuMemcpyDtoHAsync_v2(
+            to.cast(),
+            self.slab.address + offset,
+            len,
+            self.context.stream
+        ))?;
         self.wait()?;
         self.staged = 0;
         Ok(self.staging.slice(at, len))
@@ -369,6 +415,10 @@ impl Device for CudaDevice {
             Some(group) => Some(&mut **group.get_mut()),
             None => None,
         }
+    }
+
+    fn quantizer(&mut self) -> Option<&mut dyn Quantizer> {
+        Some(self)
     }
 
     /// Small pieces go without waiting for what runs; `fill` writes to page-locked
@@ -518,10 +568,9 @@ impl Drop for CudaDevice {
         let _ = self.wait();
         // NCCL waits for graphs that hold its collectives.
         self.graphs.clear();
-        self.nccl = None;
+        self.link = None;
         self.host = HostSlab::empty();
         self.streams = Streams::default();
         self.kernels.unload();
-        let _ = cuda!(cuMemFree_v2(self.slab));
     }
 }

@@ -68,14 +68,10 @@ pub fn device_info(ordinal: usize) -> Result<DeviceInfo, CudaError> {
     Ok(find(ordinal)?.1)
 }
 
-fn find(ordinal: usize) -> Result<(sys::CUdevice, DeviceInfo), CudaError> {
+/// The driver's handle of GPU `ordinal`; nothing of it is taken.
+pub(crate) fn device(ordinal: usize) -> Result<sys::CUdevice, CudaError> {
     library::need_driver()?;
     cuda!(cuInit(0)).map_err(|e| CudaError::NoDevice { cause: e.to_string() })?;
-    let mut driver = 0;
-    cuda!(cuDriverGetVersion(&mut driver))?;
-    if driver < 13_000 {
-        return Err(CudaError::OldDriver { found: driver });
-    }
     let mut count = 0;
     cuda!(cuDeviceGetCount(&mut count))?;
     if count == 0 {
@@ -86,6 +82,16 @@ fn find(ordinal: usize) -> Result<(sys::CUdevice, DeviceInfo), CudaError> {
     }
     let mut device = 0;
     cuda!(cuDeviceGet(&mut device, ordinal as c_int))?;
+    Ok(device)
+}
+
+fn find(ordinal: usize) -> Result<(sys::CUdevice, DeviceInfo), CudaError> {
+    let device = device(ordinal)?;
+    let mut driver = 0;
+    cuda!(cuDriverGetVersion(&mut driver))?;
+    if driver < 13_000 {
+        return Err(CudaError::OldDriver { found: driver });
+    }
     let mut name = [0; 128];
     cuda!(cuDeviceGetName(name.as_mut_ptr(), name.len() as c_int, device))?;
     // SAFETY: the driver ends the name with a zero.
@@ -120,8 +126,8 @@ static FREE_BEFORE: Mutex<BTreeMap<usize, u64>> = Mutex::new(BTreeMap::new());
 
 /// The primary context of one GPU and a stream in it.
 pub(crate) struct Context {
-    device: sys::CUdevice,
-    context: sys::CUcontext,
+    pub device: sys::CUdevice,
+    pub context: sys::CUcontext,
     pub stream: sys::CUstream,
     pub info: DeviceInfo,
     pub nvml: Option<Nvml>,
@@ -178,7 +184,6 @@ impl Context {
         cuda!(cuStreamSynchronize(self.stream))
     }
 
-    /// An event that knows when it happened.
     /// Whether the stream is empty; errors of earlier launches surface here.
     pub fn is_idle(&self) -> Result<bool, CudaError> {
         // SAFETY: a live stream of the current context.
@@ -189,6 +194,7 @@ impl Context {
         }
     }
 
+    /// An event that knows when it happened.
     pub fn event(&self) -> Result<Event, CudaError> {
         Event::new(0)
     }
@@ -274,6 +280,11 @@ impl Pinned {
 
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// The same on the host and, under unified addressing, on the device.
+    pub fn address(&self) -> u64 {
+        self.base as u64
     }
 
     /// # Panics

@@ -19,7 +19,14 @@ pub(crate) struct Streams {
     others: [OnceCell<Stream>; Lane::ALL.len()],
 }
 
-struct Stream(sys::CUstream);
+/// A stream of the context that was current when it was made.
+pub(crate) struct Stream(pub sys::CUstream);
+
+impl Stream {
+    pub fn new() -> Result<Stream, CudaError> {
+        Ok(Stream(stream()?))
+    }
+}
 
 impl Drop for Stream {
     fn drop(&mut self) {
@@ -38,7 +45,7 @@ impl Streams {
         for lane in Lane::ALL.into_iter().filter(|lane| *lane != Lane::Compute && used(*lane)) {
             let cell = &self.others[lane.index()];
             if cell.get().is_none() {
-                let _ = cell.set(Stream(stream()?));
+                let _ = cell.set(Stream::new()?);
             }
             if let Some(stream) = cell.get() {
                 streams[lane.index()] = stream.0;

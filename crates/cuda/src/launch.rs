@@ -2,16 +2,16 @@
 
 use cudarc::driver::sys;
 use plimsoll_arch::DType;
-use plimsoll_comm::Nccl;
 use plimsoll_plan::Layout;
 use plimsoll_program::{Access, Class, Home, Lane, Op, OpKind, Program, Shard, TensorId, View};
 
+use crate::collectives::Link;
 use crate::driver::{Context, cuda};
 use crate::error::CudaError;
 use crate::kernels::{Arg, Grid, Kernels, suffix, width};
 use crate::products::{Operands, Product, Products};
 use crate::target::{ARGMAX_SPANS, PRODUCT_WORKSPACE, bias_spans, head_norm_blocks, norm_blocks};
-use crate::{attention, decode, optimizer, optimizer8bit, quantized};
+use crate::{attention, collectives, decode, optimizer, optimizer8bit, quantized};
 
 /// Puts the ops of one program on a stream.
 pub(crate) struct Launcher<'a> {
@@ -28,8 +28,8 @@ pub(crate) struct Launcher<'a> {
     pub slab: u64,
     pub host: u64,
     pub rank: usize,
-    /// The other ranks; none for one alone.
-    pub nccl: Option<&'a Nccl>,
+    /// What leads to the other ranks; none for one alone.
+    pub link: Option<&'a Link>,
     /// The op in hand, for messages.
     pub current: std::cell::Cell<usize>,
 }
@@ -275,7 +275,7 @@ impl Launcher<'_> {
             }
             OpKind::Attention { .. } => attention::forward(self, &op.kind),
             OpKind::AttentionBackward { .. } => attention::backward(self, &op.kind, workspace),
-            OpKind::AttentionCached { .. } => attention::cached(self, &op.kind, workspace),
+            OpKind::AttentionCached { .. } => attention::cached(self, op, workspace),
             OpKind::SwiGlu { gate_up, act } => self.swiglu("swiglu", *gate_up, *act),
             OpKind::SwiGluBackward { gate_up, d_act } => {
                 self.swiglu("swiglu_backward", *gate_up, *d_act)
@@ -357,7 +357,7 @@ impl Launcher<'_> {
             }
             OpKind::Convert { x, out, accumulate } => self.convert(*x, *out, *accumulate),
             OpKind::AllGather { .. } | OpKind::ReduceScatter { .. } | OpKind::AllReduce { .. } => {
-                self.collective(&op.kind)
+                collectives::run(self, &op.kind)
             }
             OpKind::Hold { .. } => Ok(()),
             OpKind::AdamW { .. } | OpKind::Sgd { .. } => {
@@ -383,52 +383,6 @@ impl Launcher<'_> {
         let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::Long(n as i64), flag(accumulate)];
         let name = format!("convert_{}_{}", suffix(t.dtype), suffix(self.dtype(out)));
         self.launch("convert", &name, Grid::line(n.div_ceil(2048), 256), &args)
-    }
-
-    /// One NCCL group for all tensors of a collective.
-    fn collective(&self, op: &OpKind) -> Result<(), CudaError> {
-        let Some(nccl) = self.nccl else {
-            let what = "the ranks of a group, and this device has none".to_owned();
-            return Err(CudaError::Unsupported { op: self.op_name(), what });
-        };
-        let stream = self.lanes[Lane::Communication.index()].cast();
-        let elements = |t: &TensorId| self.program.tensor(*t).part_stored();
-        // SAFETY: addresses are of this program's slab, which lives as long as the
-        // stream; the layout gives each tensor room for what is written.
-        let result = unsafe {
-            nccl.group(|nccl| {
-                match op {
-                    OpKind::AllGather { from, to } => {
-                        for (from, to) in from.iter().zip(to) {
-                            let part = self.part(*from);
-                            let dtype = self.dtype(*to);
-                            nccl.all_gather(part, self.at(*to), elements(to), dtype, stream)?;
-                        }
-                    }
-                    OpKind::ReduceScatter { from, to } => {
-                        for (from, to) in from.iter().zip(to) {
-                            let (part, dtype) = (self.part(*to), self.dtype(*from));
-                            nccl.reduce_scatter(
-                                self.at(*from),
-                                part,
-                                elements(from),
-                                dtype,
-                                stream,
-                            )?;
-                        }
-                    }
-                    OpKind::AllReduce { tensors } => {
-                        for t in tensors {
-                            let all = self.program.tensor(*t).stored();
-                            nccl.all_reduce(self.at(*t), all, self.dtype(*t), stream)?;
-                        }
-                    }
-                    _ => unreachable!("called for collectives"),
-                }
-                Ok(())
-            })
-        };
-        result.map_err(CudaError::from)
     }
 
     fn check_head_dim(&self, d: usize) -> Result<(), CudaError> {

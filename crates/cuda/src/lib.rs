@@ -6,10 +6,12 @@
 //! that: no allocation, no synchronization and no host work inside a step. Copies
 //! between the slabs of the two homes run beside computation (`lanes`). Read
 //! `launch` for the list of ops and what they launch, `products` for matrix
-//! products, `decode` for those of few rows and what shares their launch, `attention` for the choice of attention kernels, and `kernels/*.cu`
-//! for the kernels, one file a family.
+//! products, `decode` for those of few rows and what shares their launch, `attention` for the
+//! choice of attention kernels, `collectives` for several GPUs, and `kernels/*.cu` for the
+//! kernels, one file a family.
 
 mod attention;
+mod collectives;
 mod decode;
 mod device;
 mod driver;
@@ -19,14 +21,18 @@ mod kernels;
 mod lanes;
 mod launch;
 mod library;
+mod memory;
 mod nvml;
 mod optimizer;
 mod optimizer8bit;
+mod peers;
 mod products;
+mod quantize;
 mod quantized;
 mod target;
 
 pub use device::CudaDevice;
 pub use driver::{DeviceInfo, device_info};
 pub use error::CudaError;
+pub use peers::reach_each_other;
 pub use target::CudaTarget;

@@ -92,6 +92,17 @@ impl Adapter {
         self.tensors.path()
     }
 
+    /// A hash of its file of tensors (FNV-1a, 64 bits, over words): a resumed run goes by
+    /// it to know again what it began with.
+    pub fn checksum(&self) -> u64 {
+        let bytes = self.tensors.files.iter().flat_map(|file| file.bytes().chunks(8));
+        bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, word| {
+            let mut padded = [0; 8];
+            padded[..word.len()].copy_from_slice(word);
+            (hash ^ u64::from_le_bytes(padded)).wrapping_mul(0x0100_0000_01b3)
+        })
+    }
+
     pub(crate) fn tensors(&self) -> &Checkpoint {
         &self.tensors
     }

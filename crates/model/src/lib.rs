@@ -27,6 +27,6 @@ pub use gguf::GgufMetadata;
 pub use merge::{Merged, merge_adapter};
 pub use names::expected_tensors;
 pub use quantize::{Quantized, quantize_model};
-pub use read::{Packed4bit, Scales};
+pub use read::{Packed4bit, Pieces, Scales};
 pub use slab::{init_adapter, init_state, init_weights, load_adapter, load_weights, save_parts};
 pub use writer::{DEFAULT_SHARD_BYTES, FilePlace, SafetensorsWriter, TensorSpec};

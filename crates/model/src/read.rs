@@ -111,6 +111,16 @@ impl Checkpoint {
         }
     }
 
+    /// A tensor for a device that quantizes it by itself, rounded to `dtype` (f32 or
+    /// bf16) before; none for one that is stored in four bits.
+    ///
+    /// # Errors
+    /// No such tensor, or a type that cannot be read.
+    pub fn pieces(&self, name: &str, dtype: DType) -> Result<Option<Pieces<'_>>, ModelError> {
+        let tensor = self.tensor(name)?;
+        Ok(tensor.packed.is_none().then_some(Pieces { checkpoint: self, tensor, dtype }))
+    }
+
     fn tensor(&self, name: &str) -> Result<&Stored, ModelError> {
         self.find(name).ok_or_else(|| {
             let (path, tensor) = (self.path.clone(), name.to_string());
@@ -138,6 +148,17 @@ impl Checkpoint {
         tensor: &Stored,
         start: usize,
         out: &mut [T],
+    ) -> Result<(), ModelError> {
+        self.decode_checked(tensor, start, out, true)
+    }
+
+    /// As [`Checkpoint::decode`]; NaN and infinity are an error only if `checked`.
+    fn decode_checked<T: Weight>(
+        &self,
+        tensor: &Stored,
+        start: usize,
+        out: &mut [T],
+        checked: bool,
     ) -> Result<(), ModelError> {
         let file = &self.files[tensor.file];
         let format = tensor.format;
@@ -168,7 +189,7 @@ impl Checkpoint {
                 }
             }
             file.release(range);
-            if let Some(j) = finite::first(out) {
+            if checked && let Some(j) = finite::first(out) {
                 return Err(ModelError::NonFinite {
                     path: file.path.clone(),
                     tensor: tensor.name.clone(),
@@ -192,46 +213,16 @@ impl Checkpoint {
         if elements == 0 {
             return Ok(());
         }
-        // Pieces are whole blocks of both types.
-        let unit = unit(tensor);
-        let unit = if unit.is_multiple_of(BLOCK) { unit } else { unit.saturating_mul(BLOCK) };
-        let piece =
-            (PIECE / unit).max(1).saturating_mul(unit).min(elements.next_multiple_of(BLOCK));
-        let pieces = codes.chunks_mut(piece / 2).zip(absmax.chunks_mut(piece / BLOCK)).enumerate();
-        let pieces = Mutex::new(pieces);
-        let failed: Mutex<Option<(usize, ModelError)>> = Mutex::new(None);
-        let work = || {
-            let mut values = vec![T::of(0.0); piece.min(elements)];
-            loop {
-                let next = pieces.lock().map(|mut p| p.next()).unwrap_or_default();
-                let Some((i, (codes, absmax))) = next else { return };
-                let first = i * piece;
-                let values = &mut values[..piece.min(elements - first)];
-                let result = self.decode(tensor, first, values).and_then(|()| {
-                    quantize_4bit(format.codebook, values, codes, absmax)
-                        .map_err(|e| self.packed_error(tensor, e.to_string()))
-                });
-                let Err(error) = result else { continue };
-                // Of several errors the first in the tensor is told.
-                if let Ok(mut failed) = failed.lock()
-                    && failed.as_ref().is_none_or(|(at, _)| *at > i)
-                {
-                    *failed = Some((i, error));
-                }
-            }
-        };
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = threads.min(elements.div_ceil(piece));
-        std::thread::scope(|scope| {
-            for _ in 1..threads {
-                scope.spawn(work);
-            }
-            work();
-        });
-        match failed.into_inner() {
-            Ok(Some((_, error))) => Err(error),
-            _ => Ok(()),
-        }
+        let piece = whole_units(tensor, PIECE).min(elements.next_multiple_of(BLOCK));
+        let pieces = codes.chunks_mut(piece / 2).zip(absmax.chunks_mut(piece / BLOCK));
+        let buffer = || vec![T::of(0.0); piece.min(elements)];
+        on_all_cores(pieces, buffer, |values, i, (codes, absmax)| {
+            let first = i * piece;
+            let values = &mut values[..piece.min(elements - first)];
+            self.decode(tensor, first, values)?;
+            quantize_4bit(format.codebook, values, codes, absmax)
+                .map_err(|e| self.packed_error(tensor, e.to_string()))
+        })
     }
 
     fn dequantize<T: Weight + Element>(
@@ -335,6 +326,114 @@ impl Checkpoint {
         let path = self.files[tensor.file].path.clone();
         ModelError::Packed { path, tensor: tensor.name.clone(), reason }
     }
+}
+
+/// A tensor that is read piece by piece; see [`Checkpoint::pieces`].
+pub struct Pieces<'a> {
+    checkpoint: &'a Checkpoint,
+    tensor: &'a Stored,
+    dtype: DType,
+}
+
+impl Pieces<'_> {
+    pub fn elements(&self) -> usize {
+        elements(self.tensor)
+    }
+
+    /// Elements of the largest piece that `bytes` hold: whole blocks of four-bit codes
+    /// and of the stored type. None where not one of them fits.
+    pub fn size(&self, bytes: usize) -> Option<usize> {
+        let most = bytes / self.dtype.bytes();
+        Some(whole_units(self.tensor, most)).filter(|size| *size <= most)
+    }
+
+    /// Reads elements from `first` on, a multiple of a [`Pieces::size`], as many as
+    /// `out` holds, on all cores. NaN and infinity are left for the one who quantizes
+    /// to find.
+    ///
+    /// # Errors
+    /// A type that cannot be read.
+    pub fn read(&self, first: usize, out: &mut [u8]) -> Result<(), ModelError> {
+        match self.dtype {
+            DType::Bf16 => self.read_as(first, bytemuck::cast_slice_mut::<u8, bf16>(out)),
+            _ => self.read_as(first, bytemuck::cast_slice_mut::<u8, f32>(out)),
+        }
+    }
+
+    fn read_as<T: Weight + Send>(&self, first: usize, out: &mut [T]) -> Result<(), ModelError> {
+        let piece = whole_units(self.tensor, PIECE);
+        on_all_cores(
+            out.chunks_mut(piece),
+            || (),
+            |(), i, out| self.checkpoint.decode_checked(self.tensor, first + i * piece, out, false),
+        )
+    }
+
+    /// The error of the tensor's first number that is not finite, which there is.
+    pub fn not_finite(&self) -> ModelError {
+        let found = match self.dtype {
+            DType::Bf16 => self.find::<bf16>(),
+            _ => self.find::<f32>(),
+        };
+        found.err().unwrap_or_else(|| {
+            let reason = "the device found a number in it that is not finite, and the file has \
+                          none: the device or its memory is damaged";
+            self.checkpoint.packed_error(self.tensor, reason.into())
+        })
+    }
+
+    fn find<T: Weight>(&self) -> Result<(), ModelError> {
+        let (piece, elements) = (whole_units(self.tensor, PIECE), self.elements());
+        let mut values = vec![T::of(0.0); piece.min(elements)];
+        for first in (0..elements).step_by(piece) {
+            let values = &mut values[..piece.min(elements - first)];
+            self.checkpoint.decode(self.tensor, first, values)?;
+        }
+        Ok(())
+    }
+}
+
+/// Works pieces off on all cores, each with a state of its own. Of several errors the
+/// first piece's is told.
+fn on_all_cores<P: Send, S>(
+    pieces: impl ExactSizeIterator<Item = P> + Send,
+    state: impl Fn() -> S + Sync,
+    work: impl Fn(&mut S, usize, P) -> Result<(), ModelError> + Sync,
+) -> Result<(), ModelError> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from).min(pieces.len());
+    let pieces = Mutex::new(pieces.enumerate());
+    let failed: Mutex<Option<(usize, ModelError)>> = Mutex::new(None);
+    let share = || {
+        let mut state = state();
+        loop {
+            let next = pieces.lock().map(|mut p| p.next()).unwrap_or_default();
+            let Some((i, piece)) = next else { return };
+            let Err(error) = work(&mut state, i, piece) else { continue };
+            if let Ok(mut failed) = failed.lock()
+                && failed.as_ref().is_none_or(|(at, _)| *at > i)
+            {
+                *failed = Some((i, error));
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(share);
+        }
+        share();
+    });
+    match failed.into_inner() {
+        Ok(Some((_, error))) => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Elements, about as many as asked for: whole blocks of four-bit codes, and whole
+/// [`unit`]s.
+fn whole_units(tensor: &Stored, about: usize) -> usize {
+    let unit = unit(tensor).max(1);
+    let unit = if unit.is_multiple_of(BLOCK) { unit } else { unit.saturating_mul(BLOCK) };
+    (about / unit).max(1).saturating_mul(unit)
 }
 
 /// Elements of a tensor; checked against its bytes when the file was opened.

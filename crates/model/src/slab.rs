@@ -2,14 +2,14 @@
 //!
 //! Each tensor goes straight to its place: there is never a second copy of the
 //! model, not even of one tensor on a CPU. What the program wants in four bits is
-//! quantized piece by piece on the way.
+//! quantized piece by piece on the way, by the device itself where it does that.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
 use half::bf16;
 use plimsoll_arch::{Architecture, DType};
-use plimsoll_plan::{Device, DeviceError, Layout};
+use plimsoll_plan::{Device, DeviceError, Layout, Quantize, QuantizeNested};
 use plimsoll_program::{
     Class, Home, Lora, OpKind, Program, QuantizedPart, Shard, TensorId, WeightPart, quantized_name,
     weight_parts,
@@ -169,6 +169,48 @@ impl<'a> Places<'a> {
         }
     }
 
+    /// Lets the device quantize a tensor by itself. Returns false where that is left to
+    /// [`Places::upload_4bit`]: the device does not, its parts lie elsewhere, or the
+    /// tensor is in four bits already or of another size.
+    fn quantize_there(
+        &self,
+        device: &mut dyn Device,
+        (codebook, part): (Codebook, &QuantizedPart),
+        elements: usize,
+        (checkpoint, name): (&Checkpoint, &str),
+    ) -> Result<bool, DeviceError> {
+        let Some(device) = device.quantizer() else { return Ok(false) };
+        let dtype = self.precision();
+        let Some(pieces) = checkpoint.pieces(name, dtype).map_err(source)? else {
+            return Ok(false);
+        };
+        let Some(piece) = pieces.size(device.piece_bytes()) else { return Ok(false) };
+        let nested = part.nested.map(|n| [n.absmax, n.offset]);
+        let mut parts = [part.codes, part.absmax].into_iter().chain(nested.into_iter().flatten());
+        if elements != pieces.elements()
+            || elements == 0
+            || parts.any(|id| self.program.tensor(id).home != Home::Device)
+        {
+            return Ok(false);
+        }
+        let at = |id: TensorId| self.layout.offset(id);
+        let what = Quantize {
+            codebook,
+            dtype,
+            elements,
+            piece,
+            codes: at(part.codes),
+            kept: self.program.tensor(part.codes).held(self.rank),
+            absmax: at(part.absmax),
+            nested: part
+                .nested
+                .map(|n| QuantizeNested { absmax: at(n.absmax), offset: at(n.offset) }),
+        };
+        let finite = device
+            .quantize(&what, &mut |first, bytes| pieces.read(first, bytes).map_err(source))?;
+        if finite { Ok(true) } else { Err(source(pieces.not_finite())) }
+    }
+
     /// Type of the weights that are not in four bits.
     fn precision(&self) -> DType {
         self.by_name.get("norm").map_or(DType::F32, |id| self.program.tensor(*id).dtype)
@@ -183,7 +225,8 @@ fn source(error: ModelError) -> DeviceError {
 ///
 /// A matrix that the program has in four bits is taken as it is from a checkpoint in
 /// the same format, and quantized from any other, rounded to the type of the other
-/// weights before.
+/// weights before: the device does it ([`Device::quantizer`]), else the CPU, with the
+/// same bits.
 ///
 /// # Errors
 /// A tensor is missing, has another shape, or holds a value that is not
@@ -203,6 +246,9 @@ pub fn load_weights(
             Stored::Quantized(codebook, quantized) => {
                 let elements = part.shape.iter().product();
                 let what = (codebook, &quantized);
+                if places.quantize_there(device, what, elements, (checkpoint, &part.source))? {
+                    continue;
+                }
                 places.upload_4bit(device, what, elements, &mut |format, out| {
                     checkpoint.read_4bit(&part.source, format, precision, out)
                 })?;

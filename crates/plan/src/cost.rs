@@ -127,7 +127,10 @@ impl DeviceProfile {
             }
             OpKind::Hold { .. } => 0.0,
             kind => {
-                let collective = self.peers.as_ref().and_then(|p| p.seconds(program, kind));
+                let collective = self
+                    .peers
+                    .as_ref()
+                    .and_then(|p| p.seconds(program, kind, self.copy_bytes_per_second));
                 collective.unwrap_or_else(|| {
                     self.stream_seconds(stream_family(program, kind), program.work(op).bytes)
                 })

@@ -5,7 +5,7 @@ use std::ops::Range;
 use plimsoll_comm::Communicator;
 use plimsoll_program::{Home, Program};
 
-use crate::Layout;
+use crate::{Layout, Quantizer};
 
 /// Bytes of the slab of each home.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -63,6 +63,12 @@ pub trait Device {
         len: usize,
         read: &mut dyn FnMut(&[u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError>;
+
+    /// The device as one that puts numbers in four bits by itself; none where that is
+    /// left to the one who sends them.
+    fn quantizer(&mut self) -> Option<&mut dyn Quantizer> {
+        None
+    }
 
     /// Bytes that the driver says this device has taken, and those of them that
     /// lie outside of the slab. `None` where there is no driver to ask: memory

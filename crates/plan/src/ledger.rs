@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::schedule::schedule_with;
-use crate::{DeviceKind, DeviceProfile, Layout, Peers, Schedule, Waits};
+use crate::{DeviceKind, DeviceProfile, Layout, Peers, Schedule, Transport, Waits};
 
 /// A tensor that is alive at the peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -83,8 +83,10 @@ pub struct Communication {
     /// In which the communication lane is busy, and in which nothing else is.
     pub seconds: f64,
     pub exposed_seconds: f64,
-    /// What NCCL takes of every device, outside the slab; part of `overhead_bytes`.
-    pub nccl_bytes: u64,
+    /// What carries collectives.
+    pub transport: Transport,
+    /// What that takes of every device, outside the slab; part of `overhead_bytes`.
+    pub transport_bytes: u64,
     /// Where the rates of the links come from.
     pub source: String,
 }
@@ -160,7 +162,8 @@ fn communication(
         bytes: bytes as u64,
         seconds: schedule.lane_seconds[Lane::Communication.index()],
         exposed_seconds: schedule.exposed_seconds,
-        nccl_bytes: peers.nccl_bytes,
+        transport: peers.transport,
+        transport_bytes: peers.transport_bytes,
         source: peers.source.clone(),
     }
 }

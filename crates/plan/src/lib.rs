@@ -15,7 +15,9 @@ mod ledger;
 mod lifetime;
 mod peers;
 mod profile;
+mod quantizer;
 mod schedule;
+mod transport;
 
 pub use catalogue::{Gpu, Price, closest_gpu, gpu, gpu_names, h200_profile};
 pub use cost::stream_family;
@@ -32,4 +34,6 @@ pub use profile::{
     Attention, Check, DeviceKind, DeviceProfile, Orientation, PROFILE_FORMAT, PerType, Products,
     ProfileError, Stream,
 };
+pub use quantizer::{FillPiece, Quantize, QuantizeNested, Quantizer};
 pub use schedule::{OpTime, Schedule, schedule};
+pub use transport::{Staging, Transport};

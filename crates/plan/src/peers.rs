@@ -1,7 +1,9 @@
 //! The links between the devices that train one model, and what their collectives cost.
 
-use plimsoll_program::{OpKind, Program};
+use plimsoll_program::{OpKind, Program, TensorId};
 use serde::{Deserialize, Serialize};
+
+use crate::{Staging, Transport};
 
 /// How the ranks of a run reach each other.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -15,8 +17,9 @@ pub struct Peers {
     pub node_bytes_per_second: f64,
     /// What a collective costs besides its bytes.
     pub latency_us: f64,
-    /// What NCCL takes of every device, outside the slab.
-    pub nccl_bytes: u64,
+    pub transport: Transport,
+    /// What the transport takes of every device, outside the slab.
+    pub transport_bytes: u64,
     /// Where these figures come from, in words.
     pub source: String,
 }
@@ -40,32 +43,63 @@ const PCIE_SHARE: f64 = 0.7;
 /// for every stage of ZeRO.
 const NCCL_BYTES: u64 = 962_500_000;
 
+/// Of copies, measured on two H200s with NVLink, both pulling from the other at once: 371
+/// GB/s in pieces of 64 MiB, 383 in pieces of 256 MiB.
+const COPY_SHARE: f64 = 0.84;
+/// Meeting before and after, starting the copies and waiting for them: an op of nothing.
+const COPIES_LATENCY_US: f64 = 30.0;
+/// One more copy in an op.
+const COPY_US: f64 = 3.0;
+/// What the driver takes for copies, besides the staging memory.
+const COPIES_DRIVER_BYTES: u64 = 0;
+
 impl Peers {
     /// GPUs of a kind: `ranks` on `nodes` alike, which send each other
     /// `node_bytes_per_second`. Between GPUs without NVLink everything goes over the
-    /// host link at `link_bytes_per_second`.
+    /// host link at `link_bytes_per_second`. Where nobody says what carries collectives, it
+    /// is copies between GPUs of one machine that NVLink joins, and else NCCL.
     pub fn gpus(
         name: &str,
         link_bytes_per_second: f64,
         ranks: usize,
         nodes: usize,
         node_bytes_per_second: f64,
+        transport: Option<Transport>,
     ) -> Peers {
+        let default = match nvlink(name) {
+            Some(_) if nodes <= 1 => Transport::Copies,
+            _ => Transport::Nccl,
+        };
+        let transport = transport.unwrap_or(default);
+        let copies = transport == Transport::Copies;
         let (rate, words) = match nvlink(name) {
-            Some(gigabytes) => (gigabytes * 1e9 * NVLINK_SHARE, "NVLink of the data sheet x 0.8"),
-            None => (link_bytes_per_second * PCIE_SHARE, "PCI Express x 0.7"),
+            Some(gigabytes) if copies => {
+                (gigabytes * 1e9 * COPY_SHARE, "copies over NVLink: data sheet x 0.84")
+            }
+            Some(gigabytes) => {
+                (gigabytes * 1e9 * NVLINK_SHARE, "NCCL over NVLink: data sheet x 0.8")
+            }
+            None if copies => (link_bytes_per_second * PCIE_SHARE, "copies over PCI Express x 0.7"),
+            None => (link_bytes_per_second * PCIE_SHARE, "NCCL over PCI Express x 0.7"),
         };
         let source = match nodes {
             1 => words.to_owned(),
             _ => format!("{words}; {:.0} GB/s a node", node_bytes_per_second / 1e9),
+        };
+        let (latency_us, transport_bytes) = match transport {
+            Transport::Copies => {
+                (COPIES_LATENCY_US, Staging::of(ranks).bytes + COPIES_DRIVER_BYTES)
+            }
+            _ => (if nodes > 1 { 40.0 } else { 15.0 }, NCCL_BYTES),
         };
         Peers {
             ranks,
             nodes,
             peer_bytes_per_second: rate,
             node_bytes_per_second,
-            latency_us: if nodes > 1 { 40.0 } else { 15.0 },
-            nccl_bytes: NCCL_BYTES,
+            latency_us,
+            transport,
+            transport_bytes,
             source,
         }
     }
@@ -78,7 +112,8 @@ impl Peers {
             peer_bytes_per_second: copy_bytes_per_second / (4 * ranks.max(1)) as f64,
             node_bytes_per_second: copy_bytes_per_second,
             latency_us: 20.0,
-            nccl_bytes: 0,
+            transport: Transport::Host,
+            transport_bytes: 0,
             source: "copies in main memory".to_owned(),
         }
     }
@@ -94,17 +129,62 @@ impl Peers {
 
     /// Seconds of a collective; none for another op. A ring sends all bytes but a
     /// rank's own part past each rank, once to gather or to reduce, twice for both
-    /// (Patarasuk and Yuan 2009).
-    pub fn seconds(&self, program: &Program, op: &OpKind) -> Option<f64> {
-        let (tensors, turns) = match op {
-            OpKind::AllGather { to, .. } => (to, 1.0),
-            OpKind::ReduceScatter { from, .. } => (from, 1.0),
-            OpKind::AllReduce { tensors } => (tensors, 2.0),
+    /// (Patarasuk and Yuan 2009). Copies move as many; what they brought last is summed when
+    /// all else has been, by a kernel that moves `memory_bytes_per_second`.
+    pub fn seconds(
+        &self,
+        program: &Program,
+        op: &OpKind,
+        memory_bytes_per_second: f64,
+    ) -> Option<f64> {
+        let (tensors, turns, sums) = match op {
+            OpKind::AllGather { to, .. } => (to, 1.0, false),
+            OpKind::ReduceScatter { from, .. } => (from, 1.0, true),
+            OpKind::AllReduce { tensors } => (tensors, 2.0, true),
             _ => return None,
         };
-        let bytes: u64 = tensors.iter().map(|t| program.tensor(*t).bytes()).sum();
-        let others = (self.ranks.max(1) - 1) as f64 / self.ranks.max(1) as f64;
+        let bytes_of = |t: &TensorId| program.tensor(*t).bytes();
+        let bytes: u64 = tensors.iter().map(bytes_of).sum();
+        let ranks = self.ranks.max(1) as f64;
+        let others = (ranks - 1.0) / ranks;
         let sent = turns * others * bytes as f64;
-        Some(1e-6 * self.latency_us + sent / self.ring_bytes_per_second())
+        let mut seconds = 1e-6 * self.latency_us + sent / self.ring_bytes_per_second();
+        if self.transport == Transport::Copies {
+            let copies = (tensors.len() - 1) as f64 * (ranks - 1.0);
+            seconds += 1e-6 * COPY_US * copies;
+            if sums {
+                let last = tensors.last().map_or(0, bytes_of) as f64 / ranks;
+                let slice = last.min(Staging::of(self.ranks).slice as f64);
+                seconds += (ranks + 1.0) * slice / memory_bytes_per_second;
+            }
+        }
+        Some(seconds)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peers(name: &str, ranks: usize, nodes: usize, transport: Option<Transport>) -> Peers {
+        Peers::gpus(name, 50e9, ranks, nodes, 50e9, transport)
+    }
+
+    #[test]
+    fn copies_where_nvlink_joins_gpus_of_one_machine_and_nccl_elsewhere() {
+        assert_eq!(peers("h200", 2, 1, None).transport, Transport::Copies);
+        assert_eq!(peers("a100-80", 8, 1, None).transport, Transport::Copies);
+        assert_eq!(peers("h200", 16, 2, None).transport, Transport::Nccl);
+        assert_eq!(peers("4090", 2, 1, None).transport, Transport::Nccl);
+        assert_eq!(peers("h200", 2, 1, Some(Transport::Nccl)).transport, Transport::Nccl);
+    }
+
+    #[test]
+    fn each_transport_takes_what_it_takes() {
+        let copies = peers("h200", 2, 1, Some(Transport::Copies));
+        assert_eq!(copies.transport_bytes, Staging::of(2).bytes + COPIES_DRIVER_BYTES);
+        let nccl = peers("h200", 2, 1, Some(Transport::Nccl));
+        assert_eq!(nccl.transport_bytes, NCCL_BYTES);
+        assert_eq!(Peers::threads(2, 1e9).transport_bytes, 0);
     }
 }

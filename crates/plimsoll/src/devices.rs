@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_cuda::{CudaDevice, CudaTarget, device_info};
-use plimsoll_plan::{Device, SlabSizes};
+use plimsoll_plan::{Device, SlabSizes, Transport};
 use plimsoll_program::Target;
 
 use crate::exit::Stop;
@@ -70,11 +70,14 @@ impl DeviceArg {
         self,
         slabs: impl Into<SlabSizes>,
         member: Member,
+        transport: Transport,
     ) -> Result<Box<dyn Device>, Stop> {
         let Some(group) = member.group else { return self.reserve(slabs) };
         Ok(match self {
             DeviceArg::Cpu => Box::new(CpuDevice::in_group(slabs, member.threads, group)?),
-            DeviceArg::Cuda => Box::new(CudaDevice::in_group(slabs, member.ordinal, group)?),
+            DeviceArg::Cuda => {
+                Box::new(CudaDevice::in_group(slabs, member.ordinal, group, transport)?)
+            }
         })
     }
 

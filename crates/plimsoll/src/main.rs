@@ -3,6 +3,7 @@
 #[macro_use]
 mod output;
 
+mod collectives;
 mod commands;
 mod data_args;
 mod devices;

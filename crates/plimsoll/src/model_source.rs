@@ -239,7 +239,8 @@ impl ModelSource {
         if let Some(first) = dense.first() {
             note!(
                 "warning: {} matrices of {} are not in four bits there ({first}, ...): they are \
-                 quantized as they are loaded",
+                 quantized as they are loaded, where transformers leaves them as they are; --quant \
+                 none works with all matrices multiplied out",
                 dense.len(),
                 checkpoint.path().display()
             );

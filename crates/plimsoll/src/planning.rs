@@ -8,8 +8,8 @@ use plimsoll_cpu::CpuTarget;
 use plimsoll_cuda::{CudaTarget, device_info};
 use plimsoll_infer::InferPlan;
 use plimsoll_plan::{
-    DeviceKind, DeviceProfile, Layout, Peers, PlanReport, ReportFor, SlabSizes, gpu, live_bytes,
-    plan_report, plan_reports,
+    DeviceKind, DeviceProfile, Layout, Peers, PlanReport, ReportFor, SlabSizes, Transport, gpu,
+    live_bytes, plan_report, plan_reports,
 };
 use plimsoll_program::{Class, Method, Offload, Program, Recipe, Recompute, RecomputePlan, Target};
 use plimsoll_report::{Timeline, TimelineOp};
@@ -81,9 +81,16 @@ impl Planner {
     }
 
     /// Of several ranks, `nodes` times as many as share a machine, which sends
-    /// `link` bytes a second to the next: what NCCL takes, and what collectives cost.
-    /// Ranks on one CPU have a share of its memory each.
-    pub fn for_ranks(mut self, ranks: usize, nodes: usize, link: Option<f64>) -> Planner {
+    /// `link` bytes a second to the next: what `transport` takes, or where that is open
+    /// the one that suits the devices, and what collectives cost. Ranks on one CPU have a
+    /// share of its memory each.
+    pub fn for_ranks(
+        mut self,
+        ranks: usize,
+        nodes: usize,
+        link: Option<f64>,
+        transport: Option<Transport>,
+    ) -> Planner {
         let nodes = nodes.max(1);
         if ranks <= 1 {
             return self;
@@ -98,12 +105,17 @@ impl Planner {
                 let d = &self.device;
                 let name = gpu(&d.name).map_or(d.name.as_str(), |g| g.name);
                 let host = d.to_device_bytes_per_second.min(d.to_host_bytes_per_second);
-                Peers::gpus(name, host, ranks, nodes, link.unwrap_or(DEFAULT_LINK))
+                Peers::gpus(name, host, ranks, nodes, link.unwrap_or(DEFAULT_LINK), transport)
             }
         };
-        self.device.overhead_bytes += peers.nccl_bytes;
+        self.device.overhead_bytes += peers.transport_bytes;
         self.device.peers = Some(Peers { ranks, nodes, ..peers });
         self
+    }
+
+    /// What carries the collectives of the ranks.
+    pub fn transport(&self) -> Transport {
+        self.device.peers.as_ref().map_or(Transport::Host, |p| p.transport)
     }
 
     /// This machine's CPU.

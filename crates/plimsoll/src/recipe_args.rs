@@ -7,6 +7,7 @@ use plimsoll_program::{
     Recompute, RecomputePlan, Sgd, Sharding,
 };
 
+use crate::collectives::CollectivesArg;
 use crate::exit::Stop;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -93,32 +94,93 @@ impl QuantArgs {
 /// Adapters, as PEFT's `LoraConfig` names them.
 #[derive(Clone, Debug, Args)]
 pub struct LoraArgs {
-    /// Rank of the adapters.
-    #[arg(long, default_value_t = 16)]
-    pub lora_rank: usize,
+    /// Rank of the adapters [default: 16]
+    #[arg(long)]
+    pub lora_rank: Option<usize>,
     /// Adapters are scaled by alpha / rank [default: twice the rank]
     #[arg(long)]
     pub lora_alpha: Option<f32>,
     /// Scale by alpha / sqrt(rank) instead.
     #[arg(long)]
     pub rslora: bool,
-    /// Probability with which an adapter's input is dropped in training.
-    #[arg(long, default_value_t = 0.0)]
-    pub lora_dropout: f32,
-    /// Projections that carry adapters: all, or a list such as q_proj,v_proj.
-    #[arg(long, default_value = "all")]
-    pub lora_targets: String,
+    /// Probability with which an adapter's input is dropped in training [default: 0]
+    #[arg(long)]
+    pub lora_dropout: Option<f32>,
+    /// Projections that carry adapters: all, or a list such as q_proj,v_proj [default: all]
+    #[arg(long)]
+    pub lora_targets: Option<String>,
     /// Trained in full beside the adapters: embed_tokens, lm_head.
     #[arg(long, value_delimiter = ',')]
     pub modules_to_save: Vec<String>,
 }
 
 impl LoraArgs {
+    pub fn rank(&self) -> usize {
+        self.lora_rank.unwrap_or(16)
+    }
+
+    pub fn dropout(&self) -> f32 {
+        self.lora_dropout.unwrap_or(0.0)
+    }
+
+    pub fn targets(&self) -> &str {
+        self.lora_targets.as_deref().unwrap_or("all")
+    }
+
+    /// The options of a run that goes on from adapters: what those are, for nothing else
+    /// can be gone on from, and another dropout where one is given.
+    ///
+    /// # Errors
+    /// An option asks for other adapters.
+    pub fn going_on_from(&self, adapter: &Lora) -> Result<LoraArgs, Stop> {
+        let names = |l: &Lora| l.targets.iter().map(|p| p.name()).collect::<Vec<_>>().join(",");
+        let modules = |l: &Lora| {
+            let saved = [(l.save_embed_tokens, "embed_tokens"), (l.save_lm_head, "lm_head")];
+            saved.iter().filter(|s| s.0).map(|s| s.1.to_owned()).collect::<Vec<_>>()
+        };
+        let asked = self.lora()?;
+        let other = |given: bool, option: &str, value: String, found: String| {
+            if !given || value == found {
+                return Ok(());
+            }
+            Err(Stop::Input(format!(
+                "--{option} {value}: the adapter that --adapter names has {found}: leave the \
+                 option out, or leave --adapter out to train new adapters"
+            )))
+        };
+        let number = |x: f32| x.to_string();
+        let (rank, alpha) = (adapter.rank.to_string(), number(adapter.alpha));
+        other(self.lora_rank.is_some(), "lora-rank", asked.rank.to_string(), rank)?;
+        other(self.lora_alpha.is_some(), "lora-alpha", number(asked.alpha), alpha)?;
+        other(self.lora_targets.is_some(), "lora-targets", names(&asked), names(adapter))?;
+        let saved = |l: &Lora| match modules(l).join(",") {
+            none if none.is_empty() => "none".to_owned(),
+            some => some,
+        };
+        let given = !self.modules_to_save.is_empty();
+        other(given, "modules-to-save", saved(&asked), saved(adapter))?;
+        if self.rslora && !adapter.rslora {
+            return Err(Stop::Input(
+                "--rslora: the adapter that --adapter names is scaled by alpha / rank: leave the \
+                 option out, or leave --adapter out to train new adapters"
+                    .into(),
+            ));
+        }
+        Ok(LoraArgs {
+            lora_rank: Some(adapter.rank),
+            lora_alpha: Some(adapter.alpha),
+            rslora: adapter.rslora,
+            lora_dropout: Some(self.lora_dropout.unwrap_or(adapter.dropout)),
+            lora_targets: Some(names(adapter)),
+            modules_to_save: modules(adapter),
+        })
+    }
+
     /// # Errors
     /// A module is unknown.
     pub fn lora(&self) -> Result<Lora, Stop> {
         let mut targets = Vec::new();
-        for name in self.lora_targets.split(',').map(str::trim).filter(|n| !n.is_empty()) {
+        for name in self.targets().split(',').map(str::trim).filter(|n| !n.is_empty()) {
             if matches!(name, "all" | "all-linear") {
                 targets.extend(Projection::ALL);
                 continue;
@@ -140,10 +202,10 @@ impl LoraArgs {
         }
         let saves = |name: &str| self.modules_to_save.iter().any(|m| m == name);
         Ok(Lora {
-            rank: self.lora_rank,
-            alpha: self.lora_alpha.unwrap_or(2.0 * self.lora_rank as f32),
+            rank: self.rank(),
+            alpha: self.lora_alpha.unwrap_or(2.0 * self.rank() as f32),
             rslora: self.rslora,
-            dropout: self.lora_dropout,
+            dropout: self.dropout(),
             targets,
             save_embed_tokens: saves("embed_tokens"),
             save_lm_head: saves("lm_head"),
@@ -255,6 +317,10 @@ pub struct RecipeArgs {
     /// Type in which gradients are summed over the ranks [default: that of the weights]
     #[arg(long, value_enum)]
     pub reduce_dtype: Option<Precision>,
+    /// What carries tensors between GPUs [default: copies where all ranks are in one
+    /// process and reach each other's memory, else nccl]
+    #[arg(long, value_enum, default_value = "auto", hide_default_value = true)]
+    pub collectives: CollectivesArg,
     #[command(flatten)]
     pub lora: LoraArgs,
     #[command(flatten)]

@@ -82,6 +82,119 @@ fn training_falls_and_resumes_to_the_bit() {
 }
 
 #[test]
+fn training_goes_on_from_an_adapter() {
+    let bench = Bench::new();
+    let base = bench.on(&bench.model);
+    // One row: the loss of a step is that of all the data.
+    let few = bench.out("few");
+    std::fs::create_dir_all(&few).unwrap();
+    let few = conversations(&few, 1);
+    let train = |out: &Path, options: &str| {
+        plimsoll(&format!(
+            "train {base} --data {} --out {} --seq 96 --lr 1e-2 --warmup 0 --schedule constant \
+             --format json {options}",
+            few.display(),
+            out.display()
+        ))
+    };
+    for (method, quant, options) in [
+        ("lora", "", "--lora-targets q_proj,up_proj --rslora --lora-alpha 3"),
+        ("qlora", "--quant nf4", "--lora-dropout 0.1"),
+        ("lora", "", "--modules-to-save embed_tokens"),
+    ] {
+        let method = format!("--method {method} {quant}");
+        let (first, second) = (bench.out("first"), bench.out("second"));
+        train(&first, &format!("{method} --steps 4 --lora-rank 3 {options}")).ok();
+        let adapter = format!("--adapter {}", first.display());
+        let loss = |adapter: &str| {
+            let data = few.display();
+            let line = format!("evaluate {base} --data {data} --seq 96 --format json");
+            plimsoll(&format!("{line} {quant} {adapter}")).ok().json()["loss"].as_f64().unwrap()
+        };
+        // It begins where the other ended; dropout alone may be another.
+        let begin = format!("{method} {adapter} --lora-dropout 0");
+        let ran = train(&second, &format!("{begin} --steps 1")).ok();
+        assert!(ran.stderr.contains("going on from the adapter"), "{ran:#?}");
+        let (began, ended) = (ran.json()["loss"].as_f64().unwrap(), loss(&adapter));
+        assert!((began - ended).abs() < 1e-5 * ended, "{options}: {began} {ended}");
+        assert!(began < loss("") - 0.01, "{options}");
+        let config = |dir: &Path| -> Value {
+            serde_json::from_slice(&bytes(&dir.join("adapter_config.json"))).unwrap()
+        };
+        let (mut was, mut now) = (config(&first), config(&second));
+        was["lora_dropout"] = json!(null);
+        now["lora_dropout"] = json!(null);
+        assert_eq!(was, now, "{options}");
+        std::fs::remove_dir_all(&second).unwrap();
+
+        // Resumed it is the same run, and only with the same beginning.
+        let parts = bench.out("parts");
+        train(&second, &format!("{method} {adapter} --steps 4")).ok();
+        train(&parts, &format!("{method} {adapter} --steps 2")).ok();
+        train(&parts, &format!("{method} {adapter} --steps 4 --resume")).ok();
+        assert_eq!(bytes(&second.join(ADAPTER)), bytes(&parts.join(ADAPTER)), "{options}");
+        assert!(loss(&format!("--adapter {}", second.display())) < ended, "{options}");
+        let same = format!("{method} --lora-rank 3 {options}");
+        train(&parts, &format!("{same} --steps 5 --resume")).refused(&["adapter", "absent"]);
+        let other = format!("{method} --adapter {} --steps 5 --resume", second.display());
+        train(&parts, &other).refused(&["adapter", "other settings"]);
+        for name in [&first, &second, &parts] {
+            std::fs::remove_dir_all(name).unwrap();
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_gone_on_from_is_named() {
+    let bench = Bench::new();
+    let good = bench.out("good");
+    bench.train(&good, "--method lora --steps 1 --lora-targets q_proj,v_proj").ok();
+    let train = |options: &str| {
+        let line = format!("train --data {} --seq 48 --steps 1", bench.data.display());
+        plimsoll(&format!("{line} {options}"))
+    };
+    let (base, new) = (bench.on(&bench.model), bench.out("new"));
+    let adapter = format!("{base} --adapter {} --out {}", good.display(), new.display());
+    for (options, words) in [
+        ("--method full", &["--method full", "good", "lora"][..]),
+        ("", &["--method full"]),
+        ("--method lora --lora-rank 8", &["--lora-rank 8", "has 4", "leave the option out"]),
+        ("--method lora --lora-alpha 4", &["--lora-alpha 4", "has 8"]),
+        ("--method lora --lora-targets all", &["--lora-targets q_proj,k_proj", "q_proj,v_proj"]),
+        ("--method qlora --modules-to-save embed_tokens", &["--modules-to-save", "none"]),
+        ("--method lora --rslora", &["--rslora", "alpha / rank"]),
+    ] {
+        train(&format!("{adapter} {options}")).refused(words);
+    }
+    // What it is may be said again.
+    let same = "--method lora --lora-rank 4 --lora-alpha 8 --lora-targets v_proj,q_proj";
+    train(&format!("{adapter} {same}")).ok();
+    // Its folder names the base, and is not written over.
+    let alone = format!("{} --method lora", bench.on(&good));
+    let third = bench.out("third");
+    train(&format!("{alone} --out {}", third.display())).ok();
+    assert_eq!(bytes(&third.join(ADAPTER)), bytes(&new.join(ADAPTER)));
+    train(&format!("{alone} --out {}", good.display())).refused(&["--out", "overwrite"]);
+    let over = format!("{base} --adapter {0} --method lora --out {0}", good.display());
+    train(&over).refused(&["--out", "adapter", "overwrite"]);
+    // Of another model, of none, and on weights that nobody has.
+    let other = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/qlora/adapter");
+    let on = |model: &str, adapter: &Path| {
+        let out = bench.out("never");
+        train(&format!(
+            "--model {model} --adapter {} --method lora --out {}",
+            adapter.display(),
+            out.display()
+        ))
+    };
+    let model = bench.model.display().to_string();
+    on(&model, &other).refused(&["../llama-micro", "nano", "lora_A"]);
+    on(&model, &bench.model).refused(&["adapter_config.json"]);
+    on("plimsoll-tiny", &good).refused(&["plimsoll-tiny"]);
+    assert!(!bench.out("never").exists());
+}
+
+#[test]
 fn an_adapter_is_applied_by_every_command_and_merges_into_the_same() {
     let bench = Bench::new();
     let base = bench.on(&bench.model);

@@ -79,6 +79,11 @@ impl DynamicMap {
         &self.values
     }
 
+    /// Element c is the largest number whose code is at most c.
+    pub fn limits(&self) -> &[f32; 255] {
+        &self.limits
+    }
+
     /// The number of a code.
     #[inline(always)]
     pub fn value(&self, code: u8) -> f32 {

@@ -79,6 +79,18 @@ const NF4_LIMITS: [f32; 15] = [
 const FP4_LIMITS: [f32; 7] =
     [0.002_604_17, 0.085_937_5, 0.208_333_33, 0.291_666_67, 0.416_666_7, 0.583_333, 0.833_333_3];
 
+impl Codebook {
+    /// The limits between neighbouring numbers, ascending: a number becomes the code
+    /// whose rank is how many of them are below it. Those of FP4 are for magnitudes,
+    /// whose codes by rank are 0, 1, 6, 7, 4, 5, 2 and 3; its sign is the bit above.
+    pub fn limits(self) -> &'static [f32] {
+        match self {
+            Codebook::Nf4 => &NF4_LIMITS,
+            Codebook::Fp4 => &FP4_LIMITS,
+        }
+    }
+}
+
 /// Which scales of eight significant bits, (128 + i) / 128 times a power of two,
 /// have a `rcp.approx.ftz.f32` one unit below the nearest float32, by bit i; read
 /// off an H200.
@@ -86,15 +98,16 @@ const FP4_LIMITS: [f32; 7] =
 /// bitsandbytes is compiled with fast division. Scales of bf16 weights are such
 /// numbers, and FP4 has limits at 5/24, 7/24 and their doubles, which quotients of
 /// bf16 numbers meet often: there one unit decides about a code.
-const LOW_RECIPROCALS: u128 = 0x8000_0000_0000_0000_0000_0000_0050_0810;
+pub const LOW_RECIPROCALS: u128 = 0x8000_0000_0000_0000_0000_0000_0050_0810;
 /// Those that have it one unit above.
-const HIGH_RECIPROCALS: u128 = 0x0258_2000_0802_0006_2008_0060_0000_2040;
+pub const HIGH_RECIPROCALS: u128 = 0x0258_2000_0802_0006_2008_0060_0000_2040;
 
 /// One over a scale, as a GPU with fast division has it.
 #[inline(always)]
 fn reciprocal(absmax: f32) -> f32 {
     let (bits, inverse) = (absmax.to_bits(), 1.0 / absmax);
-    if bits & 0xffff != 0 {
+    // The tables are by the significand of a normal number.
+    if bits & 0xffff != 0 || !absmax.is_normal() || !inverse.is_normal() {
         return inverse;
     }
     let holds = |mask: u128| (mask >> ((bits >> 16) & 0x7f) & 1) as u32;

@@ -18,5 +18,8 @@ pub use dynamic::{Cells, DynamicMap};
 pub use format::{
     BLOCK, Codebook, Format4bit, NESTED_BLOCK, UnknownFormat, blocks, nested_blocks, packed_bytes,
 };
-pub use four_bit::{Element, NotFinite, dequantize_4bit, quantize_4bit};
+pub use four_bit::{
+    Element, HIGH_RECIPROCALS, LOW_RECIPROCALS, NotFinite, dequantize_4bit, quantize_4bit,
+};
+pub use mean::MeanOrder;
 pub use nested::{dequantize_absmax, quantize_absmax};

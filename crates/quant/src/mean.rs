@@ -9,6 +9,32 @@ const SUMS: usize = 4;
 /// Only means over more than four million numbers depend on it.
 const RESIDENT_BLOCKS: usize = 528;
 
+/// How many numbers are shared out among the threads that add them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MeanOrder {
+    /// Four neighbours are read at a time, each into a sum of its own.
+    pub wide: bool,
+    /// Threads of a block, a power of two.
+    pub width: usize,
+    pub blocks: usize,
+}
+
+impl MeanOrder {
+    /// For `n` numbers, of which there is one at least.
+    pub fn of(n: usize) -> MeanOrder {
+        let wide = n > 128;
+        let lanes = if wide { n / SUMS } else { n };
+        let width = (1 << lanes.ilog2()).min(THREADS);
+        let each = n.div_ceil(width);
+        let blocks = if each >= 256 {
+            each.div_ceil(16).min(RESIDENT_BLOCKS).max(each.div_ceil(256))
+        } else {
+            1
+        };
+        MeanOrder { wide, width, blocks }
+    }
+}
+
 pub(crate) fn mean(x: &[f32]) -> f32 {
     sum(x) * (1.0 / x.len() as f32)
 }
@@ -17,16 +43,7 @@ fn sum(x: &[f32]) -> f32 {
     if x.is_empty() {
         return 0.0;
     }
-    // Long inputs are read four numbers at a time.
-    let wide = x.len() > 128;
-    let lanes = if wide { x.len() / SUMS } else { x.len() };
-    let width = (1 << lanes.ilog2()).min(THREADS);
-    let each = x.len().div_ceil(width);
-    let blocks = if each >= 256 {
-        each.div_ceil(16).min(RESIDENT_BLOCKS).max(each.div_ceil(256))
-    } else {
-        1
-    };
+    let MeanOrder { wide, width, blocks } = MeanOrder::of(x.len());
     let stride = width * blocks;
     let partial = |block: usize| {
         let mut lanes = [0.0f32; THREADS];

@@ -43,7 +43,7 @@ fn reserve_cpu(bytes: u64) -> Box<dyn Device> {
 }
 
 /// Folders and files in the first of these places that exists.
-fn entries(places: &[&str]) -> Vec<PathBuf> {
+pub fn entries(places: &[&str]) -> Vec<PathBuf> {
     let found = places.iter().find_map(|place| std::fs::read_dir(place).ok());
     let mut paths: Vec<PathBuf> = found.into_iter().flatten().flatten().map(|e| e.path()).collect();
     paths.sort();

@@ -4,6 +4,8 @@ pub mod few_rows;
 pub mod golden;
 pub mod offload;
 pub mod ops;
+pub mod quantize;
+pub mod ranks;
 pub mod steps;
 pub mod token;
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use plimsoll_arch::Architecture;
-use plimsoll_plan::{DeviceKind, PlanReport, gpu};
+use plimsoll_plan::{DeviceKind, PlanReport, Transport, gpu};
 use plimsoll_program::{Method, PRODUCTS, Recipe};
 
 use crate::commands::plan_torch;
@@ -95,8 +95,9 @@ pub fn run(args: &PlanArgs) -> Outcome {
     let mut recipe = args.recipe.recipe(&arch, stored_quant(model), default)?;
     recipe.sharding.ranks *= args.nodes as usize;
     recipe.check(&arch).map_err(Stop::input)?;
-    let planner =
-        planner.for_ranks(recipe.sharding.ranks, args.nodes as usize, args.link.map(|g| g * 1e9));
+    let link = args.link.map(|g| g * 1e9);
+    let transport = args.recipe.collectives.planned(args.nodes as usize)?;
+    let planner = planner.for_ranks(recipe.sharding.ranks, args.nodes as usize, link, transport);
     if args.recipe.recompute_is_auto() && args.recipe.method != MethodArg::Infer {
         recipe = planner.with_least_recompute(&arch, &recipe)?;
     }
@@ -202,12 +203,15 @@ pub fn table(report: &PlanReport) -> String {
     }
     row("layout gaps", report.peak_bytes - alive.min(report.peak_bytes));
     row("= slab", report.peak_bytes);
-    let nccl = report.communication.as_ref().map_or(0, |c| c.nccl_bytes);
-    if report.overhead_bytes > nccl {
-        row("driver, outside the slab", report.overhead_bytes - nccl);
+    let between = report.communication.as_ref();
+    let apart = between.map_or(0, |c| c.transport_bytes);
+    if report.overhead_bytes > apart {
+        row("driver, outside the slab", report.overhead_bytes - apart);
     }
-    if nccl > 0 {
-        row("NCCL, outside the slab", nccl);
+    match between.map(|c| c.transport) {
+        Some(Transport::Nccl) => row("NCCL, outside the slab", apart),
+        Some(Transport::Copies) => row("copies between GPUs", apart),
+        Some(Transport::Host) | None => {}
     }
     if report.host_bytes > 0 {
         row("pinned host memory", report.host_bytes);

@@ -160,8 +160,10 @@ impl PlannedPoint {
         let kind = DeviceArg::resolve(args.device);
         let recipe =
             args.recipe.recipe(&model.arch, model.stored_quant(), kind.default_precision())?;
+        let ranks = recipe.sharding.ranks;
+        let transport = args.recipe.collectives.here(kind, ranks, ranks)?;
         let planner =
-            Planner::device(kind, args.memory_limit)?.for_ranks(recipe.sharding.ranks, 1, None);
+            Planner::device(kind, args.memory_limit)?.for_ranks(ranks, 1, None, transport);
         let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
         let (batch, seq) = (recipe.batch, recipe.seq);
         let rows = if args.full_rows {
@@ -225,9 +227,10 @@ impl PlannedPoint {
         let growth = Growth::start()?;
         let ranks = self.plan.recipe.sharding.ranks;
         let (plan, model, kind) = (&self.plan, &self.model, self.kind);
+        let transport = self.planner.transport();
         let inputs = vec![self.rows.clone(); ranks];
         let all = Team::threads(ranks).run(inputs, |member, rows| {
-            let mut device = kind.reserve_in(plan.slabs(), member)?;
+            let mut device = kind.reserve_in(plan.slabs(), member, transport)?;
             fill(plan, model, &mut *device, args.seed)?;
             let mut session = Session { plan, device: &mut *device };
             let (loss, seconds) = steps(&mut session, &rows, args)?;

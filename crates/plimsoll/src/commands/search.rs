@@ -136,7 +136,8 @@ fn places(args: &PlanArgs, ranks: usize) -> Result<Vec<Place>, Stop> {
     for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
         let planner = Planner::gpu(name, args.memory)?;
         let link = args.link.map(|g| g * 1e9);
-        let mut planner = planner.for_ranks(ranks, args.nodes as usize, link);
+        let transport = args.recipe.collectives.planned(args.nodes as usize)?;
+        let mut planner = planner.for_ranks(ranks, args.nodes as usize, link, transport);
         planner.document_tokens = args.document_tokens.map(|n| n as f64);
         let listed =
             gpu(&planner.device.name).map(|gpu| (gpu.price.usd_per_hour, gpu.price.source()));

@@ -9,6 +9,7 @@ use plimsoll_measure::{Launch, Point, RunError, Status, Sweep, Vary, run_point};
 use plimsoll_report::{Level, Options, Report, Series, Theme, Timeline, render};
 use serde_json::{Map, Value, json};
 
+use crate::collectives::CollectivesArg;
 use crate::commands::point::PointArgs;
 use crate::commands::trainer::{Trainer, TrainerArgs};
 use crate::devices::DeviceArg;
@@ -189,13 +190,16 @@ fn settings(args: &SweepArgs) -> Value {
     if r.gpus > 1 {
         settings["gpus"] = r.gpus.into();
         settings["zero"] = r.zero.into();
+        if r.collectives != CollectivesArg::Auto {
+            settings["collectives"] = format!("{:?}", r.collectives).to_lowercase().into();
+        }
         settings["reduce_dtype"] = json!(r.reduce_dtype.map(|p| format!("{p:?}").to_lowercase()));
     }
     if r.method != MethodArg::Full {
         settings["lora"] = json!({
-            "rank": r.lora.lora_rank,
-            "dropout": r.lora.lora_dropout,
-            "targets": r.lora.lora_targets,
+            "rank": r.lora.rank(),
+            "dropout": r.lora.dropout(),
+            "targets": r.lora.targets(),
             "modules_to_save": r.lora.modules_to_save,
             "quant": r.quant.quant.map(|q| format!("{q:?}").to_lowercase()),
             "quant_head": r.quant.quant_head,

@@ -2,12 +2,12 @@
 
 use std::fs::{File, TryLockError};
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use plimsoll_model::{init_adapter, init_state, init_weights, load_weights};
+use plimsoll_model::{Adapter, init_adapter, init_state, init_weights, load_adapter, load_weights};
 use plimsoll_plan::Device;
 use plimsoll_program::Recipe;
 use plimsoll_train::{
@@ -25,6 +25,7 @@ use crate::model_source::{ModelSource, open_model};
 use crate::planning::Planner;
 use crate::ranks::Team;
 use crate::recipe_args::{MethodArg, RecipeArgs};
+use crate::weights::{open_adapter, resolve};
 use crate::{Format, interrupt, output, units};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -39,6 +40,10 @@ pub struct TrainArgs {
     /// A model directory, a .gguf file, or a preset (which starts from random weights).
     #[arg(long)]
     pub model: String,
+    /// Folder of an adapter to go on from, as `train` or PEFT writes it: rank, alpha,
+    /// targets and modules are its own.
+    #[arg(long)]
+    pub adapter: Option<PathBuf>,
     #[command(flatten)]
     pub recipe: RecipeArgs,
     #[command(flatten)]
@@ -91,20 +96,37 @@ pub struct TrainArgs {
 pub fn run(args: &TrainArgs) -> Outcome {
     let (format, _) = args.data.formats()?;
     check(args)?;
-    let model = open_model(&args.model)?;
+    let (name, adapter) = resolve(&args.model, args.adapter.as_deref())?;
+    let model = open_model(&name)?;
+    let adapter = match adapter {
+        Some(path) => Some(adapter_to_go_on_from(args, &path, &model)?),
+        None => None,
+    };
+    let recipe_args = match &adapter {
+        Some(adapter) => {
+            let lora = args.recipe.lora.going_on_from(adapter.lora())?;
+            RecipeArgs { lora, ..args.recipe.clone() }
+        }
+        None => args.recipe.clone(),
+    };
     // Before signals ask for an orderly end: who waits for the others can just end.
     let mut team = Team::open(args.recipe.gpus)?;
     let stop = interrupt::flag();
     let kind = DeviceArg::resolve(args.device);
     let stored = model.stored_quant();
-    let mut recipe = args.recipe.recipe(&model.arch, stored, kind.default_precision())?;
+    let mut recipe = recipe_args.recipe(&model.arch, stored, kind.default_precision())?;
     if recipe.quant.is_some() {
         model.note_what_is_quantized_too();
     }
     recipe.sharding.ranks = team.ranks();
     recipe.check(&model.arch).map_err(Stop::input)?;
-    let planner =
-        Planner::device(kind, args.memory_limit)?.for_ranks(team.ranks(), team.nodes(), None);
+    let transport = args.recipe.collectives.here(kind, team.ranks(), team.local())?;
+    let planner = Planner::device(kind, args.memory_limit)?.for_ranks(
+        team.ranks(),
+        team.nodes(),
+        None,
+        transport,
+    );
     if args.recipe.recompute_is_auto() {
         recipe = planner.with_least_recompute(&model.arch, &recipe)?;
         note!("recompute: {}", recipe.recompute);
@@ -119,7 +141,7 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let rows = args.data.rows(&model, recipe.batch, recipe.seq, args.seed)?;
     let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
     let micro_batches = (recipe.accumulate * team.ranks()) as u64;
-    let options = options(args, &rows, micro_batches, &model)?;
+    let options = options(args, &rows, micro_batches, (&name, &model))?;
     let mut lock = None;
     let old = team.lead(|| {
         let (old, held) = prepare_folder(args)?;
@@ -131,13 +153,14 @@ pub fn run(args: &TrainArgs) -> Outcome {
 
     let planned_bytes = kind.slab_bytes(plan.slabs());
     let growth = Growth::start()?;
-    let fingerprint = fingerprint(args, &model, &recipe, &rows, &options);
+    let start = Start { model: &model, adapter: adapter.as_ref() };
+    let fingerprint = fingerprint(args, &start, &recipe, &rows, &options);
     let (local, leads) = (team.local(), team.leads());
     let inputs = vec![(rows.train, rows.validation); local];
     let results = team.run(inputs, |member, (train, validation)| {
         let rank = member.rank;
-        let mut device = kind.reserve_in(plan.slabs(), member)?;
-        let state = fill(args, &model, &plan, &mut *device, old.as_ref(), &fingerprint)?;
+        let mut device = kind.reserve_in(plan.slabs(), member, planner.transport())?;
+        let state = fill(args, &start, &plan, &mut *device, old.as_ref(), &fingerprint)?;
         let mut session = Session { plan: &plan, device: &mut *device };
         let (total, first) = (options.total_steps, state.step);
         let mut progress = (rank == 0).then(|| Progress::new(total, first, planned_bytes));
@@ -236,7 +259,7 @@ fn check(args: &TrainArgs) -> Outcome {
         }
     }
     // What is trained from must stay as it is: its files would be overwritten.
-    let real = |path: &std::path::Path| std::fs::canonicalize(path).ok();
+    let real = |path: &Path| std::fs::canonicalize(path).ok();
     let model = real(args.model.as_ref());
     if model.is_some() && model == real(&args.out) {
         return Err(Stop::Input(format!(
@@ -285,7 +308,7 @@ fn options(
     args: &TrainArgs,
     rows: &Rows,
     micro_batches: u64,
-    model: &ModelSource,
+    (name, model): (&str, &ModelSource),
 ) -> Result<RunOptions, Stop> {
     let epoch_steps = rows.train.per_epoch().div_ceil(micro_batches).max(1);
     let by_epochs = (rows.train.per_epoch() as f64 * args.epochs / micro_batches as f64).ceil();
@@ -308,14 +331,49 @@ fn options(
         evaluate_every: args.eval_every.unwrap_or(epoch_steps),
         save_every: args.save_every.unwrap_or(epoch_steps),
         keep: args.keep,
-        files: ModelFiles { base: base(&args.model), extra: model.tokenizer_files()? },
+        files: ModelFiles { base: base(name), extra: model.tokenizer_files()? },
     })
 }
 
-/// Fills the slab: from a checkpoint, from the model's files, or at random.
+/// What a run begins with.
+struct Start<'a> {
+    model: &'a ModelSource,
+    adapter: Option<&'a Adapter>,
+}
+
+/// # Errors
+/// The method trains no adapters, the model has no weights, or the adapter does not fit.
+fn adapter_to_go_on_from(
+    args: &TrainArgs,
+    path: &Path,
+    model: &ModelSource,
+) -> Result<Adapter, Stop> {
+    if args.recipe.method == MethodArg::Full {
+        return Err(Stop::Input(format!(
+            "--method full trains no adapter, and {} is one: give --method lora or qlora to go \
+             on from it, or `merge` it first",
+            path.display()
+        )));
+    }
+    model.weights()?;
+    let adapter = open_adapter(path, model)?;
+    let real = |path: &Path| std::fs::canonicalize(path).ok();
+    if real(path).is_some() && real(path) == real(&args.out) {
+        return Err(Stop::Input(format!(
+            "--out {} is the folder of the adapter to go on from, whose files it would \
+             overwrite: give another",
+            args.out.display()
+        )));
+    }
+    note!("going on from the adapter in {}", path.display());
+    Ok(adapter)
+}
+
+/// Fills the slab: from a checkpoint, from the model's files and the adapter's, or at
+/// random.
 fn fill(
     args: &TrainArgs,
-    model: &ModelSource,
+    start: &Start,
     plan: &TrainPlan,
     device: &mut dyn Device,
     checkpoint: Option<&PathBuf>,
@@ -326,7 +384,7 @@ fn fill(
     let early_stop = EarlyStop::new(args.patience, args.min_delta).map_err(Stop::input)?;
     let frozen = plan.recipe.lora.is_some();
     if checkpoint.is_none() || frozen {
-        match &model.checkpoint {
+        match &start.model.checkpoint {
             Some(checkpoint) => load_weights(device, program, layout, &plan.arch, checkpoint)?,
             None => init_weights(device, program, layout, &plan.arch, args.seed)?,
         }
@@ -342,7 +400,10 @@ fn fill(
         return Ok(state);
     }
     if let Some(lora) = &plan.recipe.lora {
-        init_adapter(device, program, layout, &plan.arch, lora, args.seed)?;
+        match start.adapter {
+            Some(adapter) => load_adapter(device, program, layout, &plan.arch, adapter)?,
+            None => init_adapter(device, program, layout, &plan.arch, lora, args.seed)?,
+        }
     }
     Ok(TrainerState {
         step: 0,
@@ -365,7 +426,7 @@ fn base(model: &str) -> String {
 /// them only where the schedule depends on it.
 fn fingerprint(
     args: &TrainArgs,
-    model: &ModelSource,
+    start: &Start,
     recipe: &Recipe,
     rows: &Rows,
     options: &RunOptions,
@@ -377,8 +438,8 @@ fn fingerprint(
         fields.remove("total_steps");
     }
     let mut value = json!({
-        "model": model.arch.name,
-        "parameters": model.arch.parameters(),
+        "model": start.model.arch.name,
+        "parameters": start.model.arch.parameters(),
         "batch": r.batch,
         "seq": packed.seq_len,
         "rows": packed.rows(),
@@ -405,6 +466,9 @@ fn fingerprint(
     if let (Some(lora), Some(fields)) = (&recipe.lora, value.as_object_mut()) {
         fields.insert("lora".into(), json!(lora));
         fields.insert("quant".into(), json!(recipe.quant));
+        if let Some(adapter) = start.adapter {
+            fields.insert("adapter".into(), format!("{:016x}", adapter.checksum()).into());
+        }
     }
     value
 }
