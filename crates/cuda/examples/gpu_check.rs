@@ -34,7 +34,7 @@ fn main() -> ExitCode {
         ("infer", support::steps::infer),
         ("quantize", support::quantize::check),
         ("offload", support::offload::check),
-        ("memory", support::steps::memory),
+        ("memory", memory),
         ("ranks", support::ranks::check),
         ("golden", support::golden::check),
         ("real", support::golden::check_real),
@@ -50,4 +50,9 @@ fn main() -> ExitCode {
         }
     }
     report.finish()
+}
+
+fn memory(report: &mut support::Report) {
+    support::steps::memory(report);
+    support::offload::settled(report);
 }

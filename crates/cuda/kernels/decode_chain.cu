@@ -1,12 +1,12 @@
-// Decoding a single sequence: products of one row and attention over the cache, one after the
-// other in one launch. y (N) = w (N, K) x (K), bf16 in, float32 sums. w is
+// Products of one row, one after the other in one launch, as decoding a single sequence
+// makes them between two attentions: y (N) = w (N, K) x (K), bf16 in, float32 sums. w is
 // bf16, or in four bits: then it is never multiplied out. decode.cu takes more rows,
 // other shapes and other chips.
 //
-// One block a multiprocessor stays for all of it. Its last warps do nothing but ask
-// for weights: they run ahead through the tiles of all products, as far as rings in
-// shared memory reach, so that memory streams on while the others attend, wait for each
-// other between two products, or for the kernel before.
+// One block a multiprocessor stays for all products. Its last warps do nothing but ask
+// for weights: they run ahead through the tiles of all of them, as far as rings in
+// shared memory reach, so that memory streams on while the others wait for each other
+// between two products, or for the kernel before.
 //
 // A tile is 16 rows of w; two tiles are under way at a time, each with half of the warps.
 // A stage of the ring is some KiB of each row of a tile, of which a warp takes steps of
@@ -19,18 +19,18 @@
 //
 // A table turns a byte into the two bf16 values of an MMA operand; it exists once for
 // every bank, so that lookups never collide, and lies at a multiple of 64 KiB, so that a
-// byte becomes an address by one permutation of bytes. x lies in its gaps, and so do the
-// sums of attention. Lookups are what bounds products in four bits: one in shared memory
-// for two codes. Nothing else may cost: what comes from memory is asked for a stage before,
-// and without conditions, behind which the compiler waits for it.
+// byte becomes an address by one permutation of bytes. x lies in its gaps. Lookups are
+// what bounds products in four bits: one in shared memory for two codes. Nothing else may
+// cost much: what comes from memory is asked for a stage before, and without conditions,
+// behind which the compiler waits for it; and local memory, for which shared memory
+// leaves no cache, is as far away as the second level.
 //
 // RMSNorm of x and SwiGLU (gate and up are rows g and g + 8 of one tile) are part of a
 // product.
 
 #include "decode.cuh"
-#include "decode_attention.cuh"
 
-constexpr int ATTENTIONS = 16, PRODUCTS = 1 + 4 * ATTENTIONS;
+constexpr int PRODUCTS = 4;
 constexpr int WARPS = 16, CONSUMERS = 32 * WARPS;
 constexpr int TILES = 2, TEAM = WARPS / TILES;  // tiles under way, and warps of each
 constexpr int ROW_BYTES = 2048, PITCH = ROW_BYTES + 64, STAGE_BYTES = 16 * PITCH;
@@ -40,35 +40,49 @@ constexpr int FLUSH = 4;                      // rounds of tiles between two sum
 constexpr int LONGEST = 16384;                // K
 static_assert(STEPS <= 4, "a step takes two of eight columns");
 
-// Warps that attend to the same keys, and groups of them.
-constexpr int HALVES = 2, GROUPS = WARPS / HALVES;
-
 // Addresses in shared memory, of which the first KiB is the system's.
 constexpr u32 TABLE = 0x10000, ABOVE = 0x20000;
 constexpr u32 SUMS = 1024, SUM_BYTES = FLUSH * WARPS * 16 * 4;              // twice
 constexpr u32 ADDED = SUMS + 2 * SUM_BYTES, ADDED_BYTES = 2 * FLUSH * TILES * 32;  // twice
 constexpr u32 MAP = ADDED + 2 * ADDED_BYTES, SQUARES = MAP + 1024, BARRIERS = SQUARES + 64;
-constexpr u32 BELOW = BARRIERS + 128, HEADS = BELOW + STAGES_BELOW * STAGE_BYTES;
+constexpr u32 BELOW = BARRIERS + 128;
 static_assert(16 * TILES * STAGES <= 128 && BELOW % 16 == 0, "barriers");
-static_assert(HEADS + AttentionMemory<128, GROUPS, true>::SMALL <= TABLE, "stages and heads below the table");
-static_assert(AttentionMemory<128, GROUPS, true>::SUMS <= 128 * 256, "sums in the table's gaps");
+static_assert(BELOW + STAGES_BELOW * STAGE_BYTES <= TABLE, "stages below the table");
 
 // Mirrored in src/decode/chain.rs.
 struct Chain {
     int products;
     int early;      // weights are there before the kernels before this one are done
     int four_bits;  // one more than a product whose codebook is everyone's; or 0
-    int head_dim;
-    int first[PRODUCTS];      // the block whose turn it is when a product begins
-    int attention[PRODUCTS];  // one more than the attention that comes before it; or 0
+    int unused;
+    int first[PRODUCTS];  // the block whose turn it is when a product begins
     Product product[PRODUCTS];
-    Decode attentions[ATTENTIONS];
 };
 
 // Blocks that have arrived between two products, in all launches so far.
 __device__ unsigned long long arrivals;
 
 #if __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ uint4 lds16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ float lds(u32 at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ bf16 lds2(u32 at) {
+    bf16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v.bits) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ void sts16(u32 at, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ void sts(u32 at, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory"); }
 
 // The bf16 pair of byte B of `codes`; `lane_at` is this lane's column of the table.
 template <int B> __device__ __forceinline__ u32 look_up(u32 codes, u32 lane_at) {
@@ -97,10 +111,8 @@ __device__ __forceinline__ void wait_phase(u32 barrier, u32 parity) {
 // turns ahead of the other, which a barrier's parity does not tell from none.
 struct Ring {
     int stage, last;
-    u32 parity;
-    __device__ __forceinline__ explicit Ring(int team, int turn = 0, u32 parity = 0)
-        : stage(team * STAGES + turn), last(team * STAGES + STAGES - 1), parity(parity) {}
-    __device__ __forceinline__ int turn() const { return stage - last + STAGES - 1; }
+    u32 parity = 0;
+    __device__ __forceinline__ explicit Ring(int team) : stage(team * STAGES), last(team * STAGES + STAGES - 1) {}
     __device__ __forceinline__ void next() {
         if (stage++ == last) stage -= STAGES, parity ^= 1;
     }
@@ -244,25 +256,16 @@ __device__ __forceinline__ unsigned long long arrivals_now() {
     return now;
 }
 
-// Waits for the kernels before this one when `goal` is zero; then, at every further call,
-// until all blocks have written what they computed so far, and what the others wrote is
-// seen. All are there: one fits on a multiprocessor, and there are no more than those.
-// Only thread 0's goal counts.
-__device__ __forceinline__ u64 take_turn(u64 goal) {
+// Until all blocks have written what they computed, and what the others wrote is seen.
+// All are there: one fits on a multiprocessor, and there are no more than those.
+__device__ __forceinline__ void await_all(u64& goal) {
     sync_consumers();
     if (threadIdx.x == 0) {
-        if (goal == 0) {
-            wait_for_previous();
-            // Others of this launch may have arrived, but not all of them.
-            goal = arrivals_now() / gridDim.x * gridDim.x;
-        } else {
-            asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(&arrivals) : "memory");
-            while (arrivals_now() < goal) {}
-        }
+        asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(&arrivals) : "memory");
+        while (arrivals_now() < goal) {}
         goal += gridDim.x;
     }
     sync_consumers();
-    return goal;
 }
 
 // x into the gaps of the table. With an RMSNorm x is multiplied by the weight alone: the
@@ -347,18 +350,15 @@ __device__ __forceinline__ void flush(const Product& p, float factor, u32 added,
     else static_cast<bf16*>(p.y)[to] = from_float<bf16>(found);
 }
 
-// A warp that multiplies. What it keeps from product to product is one word: attention in
-// between has no registers to spare, and what goes to local memory comes back from far.
+// What a warp that multiplies keeps from product to product.
 struct Worker {
     int warp, lane, g, t, team, member;
     Ring ring;
-    u32 sums;
+    u32 sums = SUMS;
     float factor = 1.0f;  // of all sums of the product
 
-    __device__ __forceinline__ Worker(int thread, u32 kept)
-        : warp(thread >> 5), lane(thread & 31), g(lane >> 2), t(lane & 3), team(warp / TEAM), member(warp % TEAM),
-          ring(team, kept & 255, kept >> 8 & 1), sums(kept >> 9 ? SUMS + SUM_BYTES : SUMS) {}
-    __device__ __forceinline__ u32 to_keep() const { return ring.turn() | ring.parity << 8 | (sums == SUMS ? 0 : 1 << 9); }
+    __device__ __forceinline__ Worker(int warp, int lane)
+        : warp(warp), lane(lane), g(lane >> 2), t(lane & 3), team(warp / TEAM), member(warp % TEAM), ring(team) {}
 
     // The address of this lane's bytes of the stage's first step.
     __device__ __forceinline__ u32 await_stage() const {
@@ -501,38 +501,11 @@ __device__ __forceinline__ void multiply_bf16(const Product& p, Worker& w, int b
     }
 }
 
-// Its blocks' part of an attention; all blocks have arrived when it begins.
-template <int D> __device__ __forceinline__ u64 attend_all(const Decode& p, u64 goal) {
-    bool waited = false;
-    int block = blockIdx.x;
-    do {
-        auto wait = [&] {
-            if (!waited) goal = take_turn(goal);
-            waited = true;
-        };
-        if (block >= p.blocks) {
-            wait();
-            break;
-        }
-        attend<D, GROUPS, HALVES, true>(p, {HEADS, TABLE + 128}, block, 0, wait, sync_consumers);
-        sync_consumers();
-        block += gridDim.x;
-    } while (block < p.blocks);
-    return goal;
-}
-
-__device__ __forceinline__ void multiply_all(const Chain& c) {
+__device__ __forceinline__ void multiply_all(const Chain& c, int warp, int lane) {
+    Worker w(warp, lane);
     u64 goal = 0;
-    u32 kept = 0;
 #pragma unroll 1
     for (int i = 0; i < c.products; ++i) {
-        if (c.attention[i]) {
-            const Decode& p = c.attentions[c.attention[i] - 1];
-            goal = c.head_dim == 128 ? attend_all<128>(p, goal) : attend_all<64>(p, goal);
-        }
-        int thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        Worker w(thread, kept);
         const Product& p = c.product[i];
         int begin = first_tile(c, i), tile = min(begin + w.team * (int)gridDim.x, p.tiles - 1);
         uint4 norm = {};
@@ -546,23 +519,27 @@ __device__ __forceinline__ void multiply_all(const Chain& c) {
             else ahead = cursor.load<false>(p, tile, column);
         };
         if (!p.w && c.early) first_scales();
-        goal = take_turn(goal);
+        if (i == 0) {
+            wait_for_previous();
+            // Others of this launch may have arrived, but not all of them.
+            if (threadIdx.x == 0) goal = (arrivals_now() / gridDim.x + 1) * gridDim.x;
+        } else {
+            await_all(goal);
+        }
         if (!p.w && !c.early) first_scales();
-        w.factor = p.scale * load_x(p, norm, w.warp, w.lane);
+        w.factor = p.scale * load_x(p, norm, warp, lane);
         bool one = p.k <= 128 * STEPS * TEAM;
         if (p.w) multiply_bf16(p, w, begin);
         else if (one && cursor.nested[0]) multiply_4bit<true, true>(p, w, ahead, cursor, begin);
         else if (one) multiply_4bit<true, false>(p, w, ahead, cursor, begin);
         else if (cursor.nested[0]) multiply_4bit<false, true>(p, w, ahead, cursor, begin);
         else multiply_4bit<false, false>(p, w, ahead, cursor, begin);
-        kept = w.to_keep();
     }
 }
 
 #endif
 
-// 20 warps, five to a quarter of the registers, of which those that multiply take what
-// the others leave.
+// 18 warps: five of them share a quarter of the registers.
 extern "C" __global__ void __maxnreg__(96) decode_chain(const __grid_constant__ Chain c) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ unsigned char shared[];
@@ -578,13 +555,10 @@ extern "C" __global__ void __maxnreg__(96) decode_chain(const __grid_constant__ 
     }
     __syncthreads();
     if (warp >= WARPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-        if (warp >= WARPS + TILES) return;
         if (!c.early) wait_for_previous();
         stream_weights(c, warp - WARPS, lane);
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
     if (c.four_bits && threadIdx.x < 256) {
         const float* codebook = c.product[c.four_bits - 1].codebook;
         int byte = threadIdx.x;
@@ -594,6 +568,6 @@ extern "C" __global__ void __maxnreg__(96) decode_chain(const __grid_constant__ 
         for (int i = 0; i < 8; ++i) sts16(TABLE + byte * 256 + ((i + lane) & 7) * 16, make_uint4(v, v, v, v));
         sts(MAP + byte * 4, signed_map(byte));
     }
-    multiply_all(c);
+    multiply_all(c, warp, lane);
 #endif
 }

@@ -6,7 +6,7 @@ use std::ptr;
 
 use cudarc::driver::sys;
 use plimsoll_arch::DType;
-use plimsoll_program::{AttentionShape, Op, OpKind, Program, TensorId};
+use plimsoll_program::{AttentionShape, OpKind, TensorId};
 
 use crate::decode;
 use crate::driver::{Context, cuda};
@@ -27,10 +27,9 @@ const DECODE_KEYS: usize = 64;
 const DECODE_SPLITS: usize = 32;
 const DECODE_BLOCKS: usize = 256;
 
-/// What one launch does for a new token; mirrors `Decode` of decode_attention.cuh.
+/// The argument of decode_attention.cu; mirrors `Decode` there.
 #[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub(crate) struct DecodeArgument {
+struct DecodeArgument {
     qkv: u64,
     start: u64,
     positions: u64,
@@ -45,8 +44,6 @@ pub(crate) struct DecodeArgument {
     window: i32,
     capacity: i32,
     scale: f32,
-    splits: i32,
-    blocks: i32,
 }
 
 /// A set of training kernels.
@@ -219,93 +216,73 @@ pub(crate) fn backward(l: &Launcher, op: &OpKind, workspace: u64) -> Result<(), 
     l.kernels.launch(("attention", &format!("attention_bwd_dq_d{d}")), l.stream, grid, &args)
 }
 
-/// Attention of one new token of each sequence over a cache.
-pub(crate) struct Token<'a> {
-    op: &'a Op,
-    /// Positions and table, where queries and keys are not rotated yet.
-    rope: Option<(TensorId, TensorId)>,
-}
-
-impl<'a> Token<'a> {
-    /// RoPE at op `at` and the attention behind it, where tensor cores do both in one
-    /// launch.
-    pub fn with_rope(program: &'a Program, at: usize, end: usize) -> Option<Token<'a>> {
-        let [rope, op] = program.ops[..end].get(at..at + 2)? else { return None };
-        let OpKind::Rope { qkv: turned, positions, table, inverse: false, .. } = &rope.kind else {
-            return None;
-        };
-        let OpKind::AttentionCached { qkv, shape, .. } = &op.kind else { return None };
-        let here = qkv == turned
-            && shape.seq == 1
-            && cached_on_tensor_cores(shape, program.tensor(*qkv).dtype)
-            && decode::is_forgotten(program, *qkv, at + 1);
-        here.then_some(Token { op, rope: Some((*positions, *table)) })
-    }
-
-    /// Of its op.
-    pub fn shape(&self) -> &'a AttentionShape {
-        match &self.op.kind {
-            OpKind::AttentionCached { shape, .. } => shape,
-            _ => unreachable!("only attention over a cache is made one"),
-        }
-    }
-
-    pub fn argument(&self, l: &Launcher) -> DecodeArgument {
-        let OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, capacity } =
-            &self.op.kind
-        else {
-            unreachable!("only attention over a cache is made one")
-        };
-        let (splits, groups) = decode_grid(shape, *capacity);
-        DecodeArgument {
-            qkv: l.at(*qkv),
-            start: l.at(*start),
-            positions: self.rope.map_or(0, |(positions, _)| l.at(positions)),
-            table: self.rope.map_or(0, |(_, table)| l.at(table)),
-            k_cache: l.at(*k_cache),
-            v_cache: l.at(*v_cache),
-            out: l.at(*out),
-            partial: self.op.workspace.map_or(0, |w| l.at(w)),
-            table_rows: self.rope.map_or(0, |(_, t)| l.program.tensor(t).shape[0] as i32),
-            heads: shape.heads as i32,
-            kv_heads: shape.kv_heads as i32,
-            window: shape.window.map_or(1 << 30, |w| w.min(1 << 30) as i32),
-            capacity: *capacity as i32,
-            scale: shape.scale(),
-            splits: splits as i32,
-            blocks: (splits * groups) as i32,
-        }
-    }
-
-    fn launch(&self, l: &Launcher) -> Result<(), CudaError> {
-        let (shape, argument) = (self.shape(), self.argument(l));
-        let blocks = (argument.blocks as u64, shape.batch as u64, 1);
-        let grid = Grid { blocks, threads: (128, 1), shared: 0 };
-        let name = format!("decode_attention_d{}", shape.head_dim);
-        l.kernels.launch_struct(("decode_attention", &name), l.stream, grid, &argument)
-    }
-}
-
 /// RoPE, the append and attention of one new token in one launch, where op `at` and
 /// the next are those.
 pub(crate) fn fused(l: &Launcher, at: usize, end: usize) -> Result<bool, CudaError> {
-    match Token::with_rope(l.program, at, end) {
-        Some(token) => token.launch(l).map(|()| true),
-        None => Ok(false),
+    let ops = &l.program.ops[at..end];
+    let Some(OpKind::Rope { qkv: turned, positions, table, inverse: false, .. }) =
+        ops.first().map(|op| &op.kind)
+    else {
+        return Ok(false);
+    };
+    let Some(attend) = ops.get(1) else { return Ok(false) };
+    let OpKind::AttentionCached { qkv, shape, .. } = &attend.kind else { return Ok(false) };
+    if qkv != turned
+        || shape.seq != 1
+        || !cached_on_tensor_cores(shape, l.dtype(*qkv))
+        || !decode::is_forgotten(l.program, *qkv, at + 1)
+    {
+        return Ok(false);
     }
+    let workspace = attend.workspace.map_or(0, |w| l.at(w));
+    decode_token(l, &attend.kind, workspace, Some((*positions, *table)))?;
+    Ok(true)
+}
+
+/// One new token of each sequence; `rope`, where queries and keys are not rotated yet,
+/// names positions and table.
+fn decode_token(
+    l: &Launcher,
+    op: &OpKind,
+    workspace: u64,
+    rope: Option<(TensorId, TensorId)>,
+) -> Result<(), CudaError> {
+    let OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, capacity } = op else {
+        return Ok(());
+    };
+    let argument = DecodeArgument {
+        qkv: l.at(*qkv),
+        start: l.at(*start),
+        positions: rope.map_or(0, |(positions, _)| l.at(positions)),
+        table: rope.map_or(0, |(_, table)| l.at(table)),
+        k_cache: l.at(*k_cache),
+        v_cache: l.at(*v_cache),
+        out: l.at(*out),
+        partial: workspace,
+        table_rows: rope.map_or(0, |(_, table)| l.program.tensor(table).shape[0] as i32),
+        heads: shape.heads as i32,
+        kv_heads: shape.kv_heads as i32,
+        window: shape.window.map_or(1 << 30, |w| w.min(1 << 30) as i32),
+        capacity: *capacity as i32,
+        scale: shape.scale(),
+    };
+    let (splits, groups) = decode_grid(shape, *capacity);
+    let blocks = (splits as u64, groups as u64, shape.batch as u64);
+    let grid = Grid { blocks, threads: (128, 1), shared: 0 };
+    let name = format!("decode_attention_d{}", shape.head_dim);
+    l.kernels.launch_struct(("decode_attention", &name), l.stream, grid, &argument)
 }
 
 /// Appends to the caches and attends over them.
-pub(crate) fn cached(l: &Launcher, op: &Op, workspace: u64) -> Result<(), CudaError> {
-    let OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, capacity } = &op.kind
-    else {
+pub(crate) fn cached(l: &Launcher, op: &OpKind, workspace: u64) -> Result<(), CudaError> {
+    let OpKind::AttentionCached { qkv, start, k_cache, v_cache, out, shape, capacity } = op else {
         return Ok(());
     };
     check_head_dim(l, shape)?;
     let dtype = l.dtype(*qkv);
     let tensor_cores = cached_on_tensor_cores(shape, dtype);
     if tensor_cores && shape.seq == 1 {
-        return Token { op, rope: None }.launch(l);
+        return decode_token(l, op, workspace, None);
     }
     let name = suffix(dtype);
     let (qkv, start, out) = (l.at(*qkv), l.at(*start), l.at(*out));

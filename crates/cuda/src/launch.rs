@@ -275,7 +275,7 @@ impl Launcher<'_> {
             }
             OpKind::Attention { .. } => attention::forward(self, &op.kind),
             OpKind::AttentionBackward { .. } => attention::backward(self, &op.kind, workspace),
-            OpKind::AttentionCached { .. } => attention::cached(self, op, workspace),
+            OpKind::AttentionCached { .. } => attention::cached(self, &op.kind, workspace),
             OpKind::SwiGlu { gate_up, act } => self.swiglu("swiglu", *gate_up, *act),
             OpKind::SwiGluBackward { gate_up, d_act } => {
                 self.swiglu("swiglu_backward", *gate_up, *d_act)

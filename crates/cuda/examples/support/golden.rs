@@ -20,6 +20,9 @@ use super::{Report, cpu_threads};
 
 /// Of float32, whose sums differ in their order alone.
 const EXACT: f64 = 1e-4;
+/// Of a key's bias after three steps of AdamW: softmax cancels most of its gradient, and
+/// the optimizer makes steps of full size out of what rounding leaves.
+const EXACT_BIAS: f64 = 1e-3;
 /// The same of a real model's gradients, which amplify rounding: PyTorch's own float32
 /// gradients of SmolLM2-135M are up to 5.9e-4 from its float64 ones (torch 2.15).
 const EXACT_REAL: f64 = 2e-3;
@@ -95,7 +98,11 @@ fn steps_of_torch(report: &mut Report, what: &str, g: &Golden, found: &Trained) 
         let mut worst = (0.0f64, "");
         for (tensor, values) in tensors {
             let error = relative(values, &g.floats[&format!("{prefix}.{tensor}")]);
-            report.error(&format!("{what} {prefix} {tensor}"), error, EXACT);
+            let limit = match prefix {
+                "after3" if tensor.ends_with("k_proj.bias") => EXACT_BIAS,
+                _ => EXACT,
+            };
+            report.error(&format!("{what} {prefix} {tensor}"), error, limit);
             if error.is_nan() || error > worst.0 {
                 worst = (error, tensor);
             }

@@ -3,7 +3,7 @@
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_model::init_adapter;
-use plimsoll_plan::Device;
+use plimsoll_plan::{Device, Taken};
 use plimsoll_program::{
     AdamW, AdamW8bit, Class, Codebook, Lane, Lora, Method, Offload, Optimizer, Quant, Recipe,
     RecomputePlan, Sgd, TensorId, build,
@@ -140,17 +140,41 @@ pub fn check(report: &mut Report) {
     }
 }
 
-/// Nothing is taken that was not planned, on either side.
+/// Host memory is what was planned.
 fn memory(report: &mut Report, what: &str, bench: &mut Bench<CudaDevice>) {
-    let taken = bench.device.taken_bytes().ok().flatten().expect("a driver counts");
-    bench.run(0);
-    bench.device.synchronize().expect("runs");
-    let later = bench.device.taken_bytes().ok().flatten().expect("a driver counts");
-    report.holds(&format!("{what}: nothing is taken after the first run"), later == taken);
+    let taken = taken(&mut bench.device);
     let copies = bench.program.ops.iter().filter(|op| op.kind.lane() != Lane::Compute).count();
     let planned = bench.layout.host_bytes;
     println!("  {copies} copies; host {planned} bytes planned, {} resident", taken.host);
     // Pages, and the stacks of the threads that touch them.
     let difference = taken.host.abs_diff(planned);
     report.holds(&format!("{what}: host bytes as planned"), difference < (4 << 20));
+}
+
+/// Nothing more is taken once a step has run. The driver counts the whole GPU: nothing
+/// else may run on it.
+pub fn settled(report: &mut Report) {
+    let arch = large();
+    for (name, plain) in recipes() {
+        for offload in
+            [Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS, Offload::ACTIVATIONS]
+        {
+            let what = format!("{}: {name}, offload {offload}", arch.name);
+            let recipe = Recipe { offload, ..plain.clone() };
+            if recipe.check(&arch).is_err() {
+                continue;
+            }
+            let mut bench = Run::new(&arch, &recipe).bench;
+            let first = taken(&mut bench.device);
+            bench.run(0);
+            let later = taken(&mut bench.device);
+            println!("{what}: {} bytes beside the slab, {} later", first.overhead, later.overhead);
+            report.holds(&format!("{what}: nothing is taken after the first run"), later == first);
+        }
+    }
+}
+
+fn taken(device: &mut CudaDevice) -> Taken {
+    device.synchronize().expect("runs");
+    device.taken_bytes().ok().flatten().expect("a driver counts")
 }

@@ -1,20 +1,17 @@
-//! Products of one row and the attentions between them, in one launch (decode_chain.cu).
+//! Products of one row that follow each other, in one launch (decode_chain.cu).
 
 use plimsoll_plan::Layout;
 use plimsoll_program::Program;
 
 use super::{Argument, Around, Matrix, Product, TILE, describe, piece};
-use crate::attention::{DecodeArgument, Token};
 use crate::error::CudaError;
 use crate::kernels::Grid;
 use crate::launch::Launcher;
 
-/// Products and attentions of a launch at most: 16 layers. An argument of 32,764 bytes
-/// holds them (CUDA 12.1 and newer).
-const PRODUCTS: usize = 1 + 4 * ATTENTIONS;
-const ATTENTIONS: usize = 16;
+/// Products of a launch at most: what an argument of 4 KiB holds, and a layer has.
+const PRODUCTS: usize = 4;
 /// 16 warps that multiply and two that ask for weights.
-const THREADS: u32 = 20 * 32;
+const THREADS: u32 = 18 * 32;
 /// The ring ends here (ABOVE and the stages above it), less the system's first KiB.
 const SHARED: u32 = 0x20000 + 3 * 16 * (2048 + 64) - 1024;
 /// Columns of a matrix at most: x lies in 256 gaps of 64.
@@ -22,25 +19,15 @@ const COLUMNS: usize = 16_384;
 
 /// Mirrors `Chain` of decode_chain.cu.
 #[repr(C)]
+#[derive(Clone, Copy, Default)]
 struct Chain {
     products: i32,
     early: i32,
     /// One more than the product whose codebook fills the table; 0 for none.
     four_bits: i32,
-    head_dim: i32,
+    unused: i32,
     first: [i32; PRODUCTS],
-    /// One more than the attention before a product; 0 for none.
-    attention: [i32; PRODUCTS],
     product: [Argument; PRODUCTS],
-    attentions: [DecodeArgument; ATTENTIONS],
-}
-
-/// What one launch does.
-#[derive(Default)]
-struct Work<'a> {
-    products: Vec<(Product<'a>, Around)>,
-    /// Each before the product of that number.
-    attentions: Vec<(usize, Token<'a>)>,
 }
 
 impl Product<'_> {
@@ -52,40 +39,30 @@ impl Product<'_> {
             Matrix::Dense(w) => (32, w.rows.is_multiple_of(tile)),
             Matrix::Quantized(w) => (128, w.parts.iter().all(|p| p.rows.is_multiple_of(tile))),
         };
-        let add = self.add.is_none_or(|v| v.first().is_multiple_of(8));
         let k = self.x.cols;
+        let add = self.add.is_none_or(|v| v.first().is_multiple_of(8));
         self.x.rows == 1 && k <= COLUMNS && k.is_multiple_of(unit) && whole && add
     }
 }
 
-/// What shares the launch that begins at op `at`, and the first op behind it. It ends
-/// with a product.
-fn collect<'a>(program: &'a Program, layout: &Layout, at: usize, end: usize) -> (Work<'a>, usize) {
-    let (mut work, mut next) = (Work::default(), at);
-    while work.products.len() < PRODUCTS {
-        let token = Token::with_rope(program, next, end).filter(|t| work.takes(t));
-        let at = if token.is_some() { next + 2 } else { next };
-        let Some((product, around, behind)) = piece(program, layout, at, end) else { break };
-        if !product.fits_chain(&around) || !same_codebook(&work.products, &product) {
-            break;
-        }
-        work.attentions.extend(token.map(|t| (work.products.len(), t)));
-        work.products.push((product, around));
+/// The products, with what is around them, that share the launch which begins at op
+/// `at`, and the first op behind them.
+fn collect<'a>(
+    program: &'a Program,
+    layout: &Layout,
+    at: usize,
+    end: usize,
+) -> (Vec<(Product<'a>, Around)>, usize) {
+    let (mut chain, mut next) = (Vec::new(), at);
+    while chain.len() < PRODUCTS
+        && let Some((product, around, behind)) = piece(program, layout, next, end)
+        && product.fits_chain(&around)
+        && same_codebook(&chain, &product)
+    {
+        chain.push((product, around));
         next = behind;
     }
-    (work, next)
-}
-
-impl Work<'_> {
-    /// Whether an attention may be next: of a single sequence, and of a head size that the
-    /// kernel has and all others share.
-    fn takes(&self, token: &Token) -> bool {
-        let shape = token.shape();
-        self.attentions.len() < ATTENTIONS
-            && shape.batch == 1
-            && matches!(shape.head_dim, 64 | 128)
-            && self.attentions.iter().all(|(_, t)| t.shape().head_dim == shape.head_dim)
-    }
+    (chain, next)
 }
 
 /// One table serves all products of a launch.
@@ -101,23 +78,14 @@ fn same_codebook(chain: &[(Product, Around)], product: &Product) -> bool {
 /// Launches the products that begin at op `at`; returns the first op behind them, or
 /// none where there is no such product.
 pub(super) fn launch(l: &Launcher, at: usize, end: usize) -> Result<Option<usize>, CudaError> {
-    let (work, next) = collect(l.program, l.layout, at, end);
-    if work.products.is_empty() {
+    let (products, next) = collect(l.program, l.layout, at, end);
+    if products.is_empty() {
         return Ok(None);
     }
     let blocks = l.context.info.multiprocessors as usize;
-    let mut chain = Box::new(Chain {
-        products: work.products.len() as i32,
-        early: 1,
-        four_bits: 0,
-        head_dim: work.attentions.first().map_or(0, |(_, t)| t.shape().head_dim as i32),
-        first: [0; PRODUCTS],
-        attention: [0; PRODUCTS],
-        product: [Argument::default(); PRODUCTS],
-        attentions: [DecodeArgument::default(); ATTENTIONS],
-    });
+    let mut chain = Chain { products: products.len() as i32, early: 1, ..Chain::default() };
     let mut tiles = 0;
-    for (i, (product, around)) in work.products.iter().enumerate() {
+    for (i, (product, around)) in products.iter().enumerate() {
         let argument = describe(l, product, *around);
         chain.early &= argument.early;
         if product.is_quantized() {
@@ -128,12 +96,8 @@ pub(super) fn launch(l: &Launcher, at: usize, end: usize) -> Result<Option<usize
         tiles += argument.tiles as usize;
         chain.product[i] = argument;
     }
-    for (i, (before, token)) in work.attentions.iter().enumerate() {
-        chain.attention[*before] = i as i32 + 1;
-        chain.attentions[i] = token.argument(l);
-    }
     let grid = Grid { shared: SHARED, ..Grid::line(blocks, THREADS) };
-    l.kernels.launch_struct(("decode_chain", "decode_chain"), l.stream, grid, &*chain)?;
+    l.kernels.launch_struct(("decode_chain", "decode_chain"), l.stream, grid, &chain)?;
     Ok(Some(next))
 }
 
@@ -147,38 +111,32 @@ mod tests {
     use crate::CudaTarget;
 
     #[test]
-    fn sixteen_layers_are_one_launch() {
+    fn what_lies_between_two_attentions_is_one_launch() {
         let quant = Some(Quant { codebook: Codebook::Nf4, double: true, head: false });
-        for (model, layers, launches) in [
-            ("llama-3-8b", 3, &[(13, 3)][..]),
-            ("tinyllama-1.1b", 3, &[(13, 3)]),
-            ("qwen1.5-0.5b", 3, &[(13, 3)]),
-            // The first has qkv beside; four products a layer, the last of all is the head.
-            ("llama-3-8b", 32, &[(65, 16), (64, 16)]),
-        ] {
+        for model in ["llama-3-8b", "tinyllama-1.1b", "qwen1.5-0.5b"] {
             for quant in [None, quant] {
                 let mut arch = preset(model).unwrap();
-                arch.num_hidden_layers = layers;
+                arch.num_hidden_layers = 3;
                 let recipe = Recipe { quant, ..Recipe::infer(DType::Bf16, 1, 512) };
                 let program = build::infer(&arch, &recipe, 1, &CudaTarget).unwrap();
                 let layout = lay_out(&program);
-                let (mut found, mut at) = (Vec::new(), 0);
+                let (mut lengths, mut at) = (Vec::new(), 0);
                 while at < program.ops.len() {
-                    let (work, next) = collect(&program, &layout, at, program.ops.len());
-                    if !work.products.is_empty() {
-                        found.push((work.products.len(), work.attentions.len()));
+                    let (chain, next) = collect(&program, &layout, at, program.ops.len());
+                    if !chain.is_empty() {
+                        lengths.push(chain.len());
                     }
                     at = next.max(at + 1);
                 }
-                assert_eq!(found, launches, "{model} {}", recipe.quant.is_some());
+                // qkv; three times o, gate and up, down and the next qkv or the head.
+                assert_eq!(lengths, [1, 4, 4, 4], "{model} {}", recipe.quant.is_some());
             }
         }
     }
 
     #[test]
     fn the_argument_fits_the_launch() {
-        assert!(size_of::<Chain>() <= 32_764, "{}", size_of::<Chain>());
+        assert!(size_of::<Chain>() <= 4096);
         assert_eq!(size_of::<Argument>(), 336);
-        assert_eq!(size_of::<DecodeArgument>(), 96);
     }
 }
