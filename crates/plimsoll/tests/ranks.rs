@@ -185,7 +185,7 @@ fn a_plan_says_what_goes_between_ranks() {
     let fast = plan("--gpus 8 --nodes 4 --link 400 --zero 3");
     assert!(number(&fast["step_seconds"]) < number(&slow["step_seconds"]));
     let table = plimsoll("plan --model llama-3-8b --gpu h200 --gpus 2 --zero 3 --batch 1").ok();
-    assert!(table.stdout.contains("copies between GPUs"), "{}", table.stdout);
+    assert!(table.stdout.contains("NCCL, outside the slab"), "{}", table.stdout);
     let transport = |more: &str| plan(more)["communication"]["transport"].clone();
     assert_eq!(transport("--gpus 2"), "nccl");
     assert_eq!(transport("--gpus 2 --collectives copies"), "copies");
