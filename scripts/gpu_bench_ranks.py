@@ -64,7 +64,11 @@ class Bench:
             # Planned for the GPU that has the limit's memory; the profile does not change bytes.
             command = [*self.command("plan", batch, self.args.gpus, zero, offload, recompute), "--gpu", self.args.plan_for,
                        "--memory", self.args.limit, "--format", "json"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            except subprocess.TimeoutExpired:
+                self.left.append(f"no plan of batch {batch} within 60 s: offload {offload}, recompute {recompute}")
+                return False
             return done.returncode == 0 and json.loads(done.stdout)["fits"]
         low, high = 0, 1
         while high <= 1024 and fits(high):

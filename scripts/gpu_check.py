@@ -571,6 +571,9 @@ def missing(library, file, wheel, extra):
     return check
 
 
+# Ranks that share a GPU wait for each other there: each of their streams needs a queue of its own.
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
 # Checks that share the GPU, in lanes that run side by side, longest first; then those that need it alone.
 LANES = {
     "nvrtc": [("ops, compiled by NVRTC", parts("ops", extra={"PLIMSOLL_NVRTC": "1"}, timeout=200))],
@@ -583,8 +586,7 @@ LANES = {
     "smollm2": [("loss curves: SmolLM2-135M", curves_smollm2)],
     "ops": [("ops", parts("ops"))],
     "quantize": [("quantize: the CPU's bits", parts("quantize")), ("quantize: files", quantized_files)],
-    # Ranks that share a GPU wait for each other there: each of their streams needs a queue of its own.
-    "ranks": [("collectives as copies", parts("ranks", extra={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}))],
+    "ranks": [("collectives as copies", parts("ranks", extra=QUEUES))],
     "steps": [("steps, prefill, decoding", parts("train", "infer"))],
     "offload": [("offload: same bits", parts("offload", timeout=300))],
     "attention": [("attention, portable kernels", parts("attention", extra={"PLIMSOLL_ATTENTION": "portable"})),

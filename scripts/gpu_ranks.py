@@ -179,7 +179,8 @@ def benchmark(b, lane):
         row = point(b, lane, [*EIGHT, "--zero", str(zero), *more], 240, b.gpus)
         rate = row["tokens_per_second"] / b.gpus
         planned = row["planned_seconds"] / row["seconds_per_iteration"] - 1
-        said.append(f"{' '.join(['ZeRO', str(zero), *more[1:]])}: {rate:.0f} tokens/s/GPU, {rate / one['tokens_per_second']:.3f} of one, planned "
+        name = " ".join(["ZeRO", str(zero), *more[1:]])
+        said.append(f"{name}: {rate:.0f} tokens/s/GPU, {rate / one['tokens_per_second']:.3f} of one, planned "
                     f"{100 * planned:+.0f} %, {gib(row['measured_bytes'])} ({100 * row['worst']:.2f} % off)")
     return "; ".join(said)
 
@@ -188,7 +189,7 @@ CHECKS = [("losses, every ZeRO stage", losses),
           ("losses in bf16", losses_bf16),
           ("adapters", adapters),
           ("copies and NCCL", collectives),
-          ("collectives as copies, bit for bit", gpu_check.parts("ranks")),
+          ("collectives as copies, bit for bit", gpu_check.parts("ranks", extra=gpu_check.QUEUES)),
           ("resume on one GPU", resumed),
           ("processes; a killed rank", launched),
           ("bytes of every rank", memory),

@@ -1,4 +1,4 @@
-// The argument of decode.cu and decode_one.cu, and what both do with it.
+// The argument of decode.cu and decode_chain.cu, and what both do with it.
 
 #pragma once
 

@@ -4,6 +4,7 @@
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::sys;
@@ -46,7 +47,7 @@ pub struct CudaDevice {
     pub(crate) staged: usize,
     /// Scales of a tensor on its way into four bits, until a program runs.
     pub(crate) scales: Option<Pinned>,
-    pub(crate) slab: Memory,
+    pub(crate) slab: Arc<Memory>,
     host: HostSlab,
     sizes: SlabSizes,
     streams: Streams,
@@ -141,7 +142,7 @@ impl CudaDevice {
             staging,
             staged: 0,
             scales: None,
-            slab,
+            slab: Arc::new(slab),
             host: HostSlab::empty(),
             sizes,
             streams: Streams::default(),
@@ -175,7 +176,7 @@ impl CudaDevice {
         let link = match transport {
             Transport::Copies => {
                 let (context, kernels) = (&device.context, &device.kernels);
-                Link::Peers(Peers::new(context, kernels, device.slab.address, &mut *group)?)
+                Link::Peers(Peers::new(context, kernels, &device.slab, &mut *group)?)
             }
             Transport::Nccl | Transport::Host => {
                 let nccl = Nccl::new(&mut *group, &library_folders());
@@ -200,6 +201,10 @@ impl CudaDevice {
             }
             std::thread::sleep(pause);
             pause = (pause * 2).min(Duration::from_micros(500));
+        }
+        // Copies may have ended because other ranks let them go: then for nothing.
+        if let Link::Peers(_) = link {
+            group.borrow().check().map_err(CudaError::from)?;
         }
         Ok(())
     }

@@ -127,7 +127,7 @@ static FREE_BEFORE: Mutex<BTreeMap<usize, u64>> = Mutex::new(BTreeMap::new());
 /// The primary context of one GPU and a stream in it.
 pub(crate) struct Context {
     pub device: sys::CUdevice,
-    pub context: sys::CUcontext,
+    context: sys::CUcontext,
     pub stream: sys::CUstream,
     pub info: DeviceInfo,
     pub nvml: Option<Nvml>,

@@ -45,9 +45,7 @@ pub enum CudaError {
     MissingKernel { family: String, name: String },
     #[error(transparent)]
     Comm(#[from] CommError),
-    #[error(
-        "GPU {from} does not reach the memory of GPU {to}: use --collectives nccl, or auto, which takes NCCL then"
-    )]
+    #[error("GPU {from} does not reach the memory of GPU {to}: use --collectives nccl")]
     NoPeerAccess { from: i32, to: i32 },
     #[error("op {op}: {what}, which the CUDA device has no kernel for")]
     Unsupported { op: String, what: String },

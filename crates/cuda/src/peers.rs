@@ -14,6 +14,7 @@
 
 use std::ops::Range;
 use std::ptr;
+use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUstreamBatchMemOpType_enum as MemOp};
 use plimsoll_arch::DType;
@@ -112,8 +113,9 @@ struct Sum {
 /// One rank's end of a group of GPUs.
 pub(crate) struct Peers {
     rank: usize,
-    /// Slabs of all ranks, as any of these GPUs addresses them.
-    slabs: Vec<u64>,
+    /// Slabs of all ranks, as any of these GPUs addresses them. All of them stay until the
+    /// last rank is gone: a copy out of one may be under way when its rank has failed.
+    slabs: Vec<Arc<Memory>>,
     staging: Memory,
     sizes: Staging,
     streams: [Stream; STREAMS],
@@ -136,19 +138,31 @@ impl Peers {
     pub fn new(
         context: &Context,
         kernels: &Kernels,
-        slab: u64,
+        slab: &Arc<Memory>,
         group: &mut dyn Communicator,
     ) -> Result<Peers, CudaError> {
         let (rank, ranks) = (group.rank(), group.ranks());
         let words = if rank == 0 { words(ranks)? } else { 0 };
         let mut all = vec![[0u64; 2]; ranks];
-        all[rank] = [slab, words];
+        // One count for each rank, which it takes over. Those of ranks that never come to it
+        // are lost, and the process ends with them.
+        let shared = Arc::into_raw(Arc::clone(slab));
+        for _ in 1..ranks {
+            // SAFETY: made by `into_raw`, and `slab` lives.
+            unsafe { Arc::increment_strong_count(shared) };
+        }
+        all[rank] = [shared as u64, words];
         group.all_gather(bytemuck::cast_slice_mut(&mut all))?;
+        let take = |[shared, _]: &[u64; 2]| {
+            // SAFETY: a rank of this process counted this one's when it made the pointer.
+            unsafe { Arc::from_raw(*shared as *const Memory) }
+        };
+        let slabs = all.iter().map(take).collect();
         let sizes = Staging::of(ranks);
         let staging = Memory::shared(sizes.bytes as usize, context.device, &[])?;
         let peers = Peers {
             rank,
-            slabs: all.iter().map(|[slab, _]| *slab).collect(),
+            slabs,
             staging,
             sizes,
             streams: [Stream::new()?, Stream::new()?],
@@ -181,7 +195,7 @@ impl Peers {
     }
 
     fn slab(&self) -> u64 {
-        self.slabs[self.rank]
+        self.slabs[self.rank].address
     }
 
     /// The word that `writer` writes for `reader`.
@@ -218,7 +232,7 @@ impl Peers {
     }
 
     fn pull(&self, to: u64, other: usize, from: u64, len: u64, n: usize) -> Result<(), CudaError> {
-        let from = self.slabs[other] + from;
+        let from = self.slabs[other].address + from;
         cuda!(cuMemcpyDtoDAsync_v2(to, from, len as usize, self.streams[n].0))
     }
 

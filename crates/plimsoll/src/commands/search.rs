@@ -9,6 +9,7 @@ use plimsoll_program::{Lora, Method, Optimizer, Recipe};
 use plimsoll_search::{Candidate, Fixed, Found, Lever, Space, first_lever, search};
 use serde_json::Value;
 
+use crate::collectives::CollectivesArg;
 use crate::commands::plan::PlanArgs;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
@@ -369,6 +370,9 @@ fn command_line(args: &PlanArgs, candidate: &Candidate, places: &[Place]) -> Str
             words.push(format!("--nodes {}", args.nodes));
         }
         words.extend(args.link.map(|rate| format!("--link {rate}")));
+        if args.recipe.collectives == CollectivesArg::Copies {
+            words.push("--collectives copies".to_owned());
+        }
     }
     words.join(" ")
 }
