@@ -10,6 +10,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
+use super::offload::whole;
 use crate::{Access, Class, Home, Lane, Op, OpKind, Phase, Program, Section, TensorId, View};
 
 /// What a device does while its link moves a byte: on an H200 670 TFLOP/s and 3.6 TB/s
@@ -57,11 +58,6 @@ fn twin(program: &mut Program, of: TensorId, place: &str, home: Home) -> TensorI
     tensor.home = home;
     program.tensors.push(tensor);
     TensorId::new(program.tensors.len() - 1)
-}
-
-fn whole(program: &Program, tensor: TensorId) -> View {
-    let t = program.tensor(tensor);
-    View { tensor, row: 0, col: 0, rows: t.rows(), cols: t.cols(), stride: t.cols() }
 }
 
 /// A tensor between its last write in forward and its first use after it.

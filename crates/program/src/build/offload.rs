@@ -206,7 +206,7 @@ fn visits(program: &Program, group: &Group, section: &Section) -> Vec<Vec<Visit>
 }
 
 /// What a rank has of a tensor.
-fn whole(program: &Program, tensor: TensorId) -> View {
+pub(super) fn whole(program: &Program, tensor: TensorId) -> View {
     let t = program.tensor(tensor);
     if let Shard::Part { part, .. } = t.shard {
         return View::of_part(tensor, part, 0, part);
