@@ -52,7 +52,7 @@ pub fn small(x: f64) -> String {
     format!("{x:.digits$}")
 }
 
-/// Bytes from `80GiB`, `24 GB`, `512MiB` or a plain number.
+/// Bytes from `80GiB`, `24 GB`, `512MiB` or a plain number from a million on.
 ///
 /// # Errors
 /// What was wrong with the text.
@@ -78,6 +78,10 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         }
     };
     let bytes = number * factor;
+    // Nobody means so few: gigabytes, more likely.
+    if unit.trim().is_empty() && (1.0..MIB).contains(&bytes) {
+        return Err(format!("`{text}` is {number} bytes: give a unit, such as {text}GiB"));
+    }
     if bytes >= 1.0 && bytes < 2f64.powi(62) {
         Ok(bytes as u64)
     } else {
@@ -113,7 +117,8 @@ mod tests {
         assert_eq!(parse_bytes("80GiB"), Ok(80 << 30));
         assert_eq!(parse_bytes("24 GB"), Ok(24_000_000_000));
         assert_eq!(parse_bytes("1.5m"), Ok(3 << 19));
-        assert_eq!(parse_bytes("123"), Ok(123));
+        assert_eq!(parse_bytes("12345678"), Ok(12_345_678));
+        assert!(parse_bytes("48").unwrap_err().contains("48GiB"));
         for bad in ["", "GiB", "-1", "5 parsec", "1e400", "0"] {
             assert!(parse_bytes(bad).is_err(), "{bad}");
         }

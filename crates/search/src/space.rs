@@ -171,16 +171,22 @@ fn moved(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
     out
 }
 
-/// Levels that matter to what is divided or offloaded, lighter before heavier. Of
-/// activations the link has time for what `mlp` keeps and a little more, and beside state
-/// for the inputs of blocks.
+/// Levels that matter to what is divided or offloaded, lighter before heavier. How much of
+/// the activations the link has time for depends on the device: beside an H200 for what
+/// `mlp` keeps and a little more, beside slower ones for nearly all; beside state for the
+/// inputs of blocks.
 fn levels(recipe: &Recipe, layers: usize, fixed: Fixed) -> Vec<RecomputePlan> {
     if fixed.recompute {
         return vec![recipe.recompute.clone()];
     }
     if recipe.offload == Offload::ACTIVATIONS {
-        let some = RecomputePlan::every(layers, 5, Recompute::Norms, Recompute::Mlp);
-        return vec![some, RecomputePlan::uniform(Recompute::Mlp)];
+        return vec![
+            RecomputePlan::uniform(Recompute::None),
+            RecomputePlan::every(layers, 2, Recompute::None, Recompute::Norms),
+            RecomputePlan::uniform(Recompute::Norms),
+            RecomputePlan::every(layers, 5, Recompute::Norms, Recompute::Mlp),
+            RecomputePlan::uniform(Recompute::Mlp),
+        ];
     }
     let levels: &[Recompute] = match &recipe.offload {
         offload if offload.is_none() => &[Recompute::None, Recompute::Mlp, Recompute::Block],
@@ -221,9 +227,9 @@ mod tests {
         let lora = Lora::default();
         let all = Space::of(&base, &lora, 8, Fixed::default());
         // Full: 3 optimizers, twice; LoRA and QLoRA: one; 13 recompute plans. Two
-        // optimizers with three offloads at two levels and one at one; for adapters that
-        // of activations.
-        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (3 * 2 + 1) + 2 * 2);
+        // optimizers with two offloads at two levels, one at one and that of activations at
+        // five; for adapters the latter.
+        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (2 * 2 + 1 + 5) + 2 * 5);
         assert!(all.size() > 10_000);
         assert!(all.lines.iter().all(|r| r.batch == 1));
         assert!(all.lines.iter().all(|r| !r.optimizer_in_backward || r.max_grad_norm.is_none()));

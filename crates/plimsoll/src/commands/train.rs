@@ -37,9 +37,10 @@ pub enum ScheduleArg {
 
 #[derive(Debug, Args)]
 pub struct TrainArgs {
-    /// A model directory, a .gguf file, or a preset (which starts from random weights).
-    #[arg(long)]
-    pub model: String,
+    /// A model directory, a .gguf file, or a preset (which starts from random weights)
+    /// [default: what --adapter names as its base]
+    #[arg(long, required_unless_present = "adapter")]
+    pub model: Option<String>,
     /// Folder of an adapter to go on from, as `train` or PEFT writes it: rank, alpha,
     /// targets and modules are its own.
     #[arg(long)]
@@ -96,7 +97,10 @@ pub struct TrainArgs {
 pub fn run(args: &TrainArgs) -> Outcome {
     let (format, _) = args.data.formats()?;
     check(args)?;
-    let (name, adapter) = resolve(&args.model, args.adapter.as_deref())?;
+    let (name, adapter) = match (&args.model, &args.adapter) {
+        (None, Some(adapter)) => resolve(&adapter.display().to_string(), None)?,
+        (model, adapter) => resolve(model.as_deref().unwrap_or_default(), adapter.as_deref())?,
+    };
     let model = open_model(&name)?;
     let adapter = match adapter {
         Some(path) => Some(adapter_to_go_on_from(args, &path, &model)?),
@@ -105,7 +109,14 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let recipe_args = match &adapter {
         Some(adapter) => {
             let lora = args.recipe.lora.going_on_from(adapter.lora())?;
-            RecipeArgs { lora, ..args.recipe.clone() }
+            let mut method = args.recipe.method;
+            if method == MethodArg::Full {
+                method = MethodArg::Lora;
+                note!(
+                    "--method lora: the base keeps its type; --method qlora puts it in four bits"
+                );
+            }
+            RecipeArgs { method, lora, ..args.recipe.clone() }
         }
         None => args.recipe.clone(),
     };
@@ -260,7 +271,7 @@ fn check(args: &TrainArgs) -> Outcome {
     }
     // What is trained from must stay as it is: its files would be overwritten.
     let real = |path: &Path| std::fs::canonicalize(path).ok();
-    let model = real(args.model.as_ref());
+    let model = args.model.as_deref().and_then(|model| real(model.as_ref()));
     if model.is_some() && model == real(&args.out) {
         return Err(Stop::Input(format!(
             "--out {} is the folder of --model, whose files it would overwrite: give another",
@@ -348,7 +359,8 @@ fn adapter_to_go_on_from(
     path: &Path,
     model: &ModelSource,
 ) -> Result<Adapter, Stop> {
-    if args.recipe.method == MethodArg::Full {
+    let given = std::env::args().any(|a| a == "--method" || a.starts_with("--method="));
+    if given && args.recipe.method == MethodArg::Full {
         return Err(Stop::Input(format!(
             "--method full trains no adapter, and {} is one: give --method lora or qlora to go \
              on from it, or `merge` it first",
