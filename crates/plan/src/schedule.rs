@@ -78,13 +78,13 @@ pub(crate) fn schedule_with(
             }
         }
     }
-    let busiest = Lane::ALL
-        .into_iter()
-        .rev()
-        .max_by(|a, b| lane_seconds[a.index()].total_cmp(&lane_seconds[b.index()]));
-    let bottleneck = match busiest {
-        Some(Lane::HostToDevice | Lane::DeviceToHost) => "link",
-        Some(Lane::Communication) => "communication",
+    let lane = |lane: Lane| lane_seconds[lane.index()];
+    let link = lane(Lane::HostToDevice) + lane(Lane::DeviceToHost);
+    // What computation waits for, where it waits: a lane that is busy beside it bounds nothing.
+    let waits = step_seconds - lane(Lane::Compute) > BOUND_BY_WAITING * step_seconds;
+    let bottleneck = match waits {
+        true if link > lane(Lane::Communication) => "link",
+        true if lane(Lane::Communication) > 0.0 => "communication",
         _ if memory_seconds > arithmetic_seconds => "memory",
         _ => "arithmetic",
     };
@@ -98,6 +98,9 @@ pub(crate) fn schedule_with(
         ops,
     }
 }
+
+/// Part of a step that computation waits, from which on that is what bounds it.
+const BOUND_BY_WAITING: f64 = 0.1;
 
 /// Appends the seconds of a section's ops, each on its own.
 fn time_ops(

@@ -1,7 +1,7 @@
 //! Which of the ways between GPUs a run takes.
 
 use clap::ValueEnum;
-use plimsoll_cuda::reach_each_other;
+use plimsoll_cuda::{device_info, reach_each_other};
 use plimsoll_plan::Transport;
 
 use crate::devices::DeviceArg;
@@ -45,11 +45,18 @@ impl CollectivesArg {
                 "--collectives copies, but of {ranks} ranks {local} are in this process: \
                      start one process with --gpus {ranks}, or use nccl"
             ))),
-            CollectivesArg::Copies if !reach_each_other(ranks) => Err(Stop::Input(
-                "--collectives copies, but a GPU does not reach the memory of another: use nccl"
-                    .to_owned(),
-            )),
-            CollectivesArg::Copies => Ok(Transport::Copies),
+            CollectivesArg::Copies => {
+                // Without a driver that is what is to be said.
+                device_info(0).map_err(Stop::input)?;
+                match reach_each_other(ranks) {
+                    true => Ok(Transport::Copies),
+                    false => Err(Stop::Input(
+                        "--collectives copies, but a GPU does not reach the memory of another: \
+                         use nccl"
+                            .to_owned(),
+                    )),
+                }
+            }
         }
     }
 }

@@ -28,6 +28,8 @@ pub struct Planner {
     pub target: Box<dyn Target>,
     /// Memory that the plan must fit in, where one was given.
     pub memory: Option<u64>,
+    /// Page-locked host memory that a rank may take; none is as much as it likes.
+    host_memory: Option<u64>,
     /// Length of the documents of a row, as in [`plimsoll_plan::schedule`].
     pub document_tokens: Option<f64>,
 }
@@ -58,7 +60,7 @@ impl Planner {
                 Box::new(CpuTarget { threads: device.threads.unwrap_or_else(crate::threads) })
             }
         };
-        Planner { device, target, memory, document_tokens: None }
+        Planner { device, target, memory, host_memory: None, document_tokens: None }
     }
 
     /// The device that a command runs on, with all its memory or less.
@@ -75,7 +77,13 @@ impl Planner {
                 let profile = profiles::present_gpu(&info)?;
                 let profile = DeviceProfile { name: info.name, memory_bytes: own, ..profile };
                 let target = device.target();
-                Ok(Planner { device: profile, target, memory, document_tokens: None })
+                Ok(Planner {
+                    device: profile,
+                    target,
+                    memory,
+                    host_memory: None,
+                    document_tokens: None,
+                })
             }
         }
     }
@@ -112,6 +120,25 @@ impl Planner {
         self
     }
 
+    /// With so much page-locked memory for the `ranks` of a machine.
+    pub fn with_host_memory(mut self, bytes: Option<u64>, ranks: usize) -> Planner {
+        self.host_memory = bytes.map(|bytes| bytes / ranks.max(1) as u64);
+        self
+    }
+
+    /// What a plan takes of the device's memory.
+    fn needed_bytes(&self, report: &PlanReport) -> u64 {
+        // On the CPU both slabs are in one memory.
+        let beside = if self.device.kind == DeviceKind::Cpu { report.host_bytes } else { 0 };
+        report.peak_bytes + report.overhead_bytes + beside
+    }
+
+    /// Whether a plan takes more host memory than there may be.
+    fn exceeds_host(&self, report: &PlanReport) -> bool {
+        self.device.kind == DeviceKind::Cuda
+            && self.host_memory.is_some_and(|limit| report.host_bytes > limit)
+    }
+
     /// What carries the collectives of the ranks.
     pub fn transport(&self) -> Transport {
         self.device.peers.as_ref().map_or(Transport::Host, |p| p.transport)
@@ -124,7 +151,7 @@ impl Planner {
     pub fn cpu(threads: usize, memory: Option<u64>) -> Result<Planner, Stop> {
         let device = profiles::cpu(threads)?;
         let target = Box::new(CpuTarget { threads });
-        Ok(Planner { device, target, memory, document_tokens: None })
+        Ok(Planner { device, target, memory, host_memory: None, document_tokens: None })
     }
 
     /// The plan of a recipe.
@@ -134,7 +161,11 @@ impl Planner {
     pub fn plan(&self, arch: &Architecture, recipe: &Recipe) -> Result<Planned, Stop> {
         let (program, layout) = self.lay_out(arch, recipe)?;
         let (memory, documents) = (self.memory, self.document_tokens);
-        let report = plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
+        let mut report =
+            plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
+        if self.exceeds_host(&report) {
+            report.fits = Some(false);
+        }
         Ok(Planned { program, layout, report })
     }
 
@@ -252,25 +283,25 @@ impl Planner {
                     batch,
                     ..recipe.clone()
                 };
-                let Some((batch, report)) = self.largest_batch(arch, with, recipe.batch * 2) else {
+                let Some((batch, report)) = self.largest_batch(arch, with, recipe.batch * 8) else {
                     continue;
                 };
                 let speed = report.tokens_per_second / planned.tokens_per_second - 1.0;
                 lines.push(format!(
                     "recompute={} fits batch {batch} ({}, {:+.0} % tokens/s)",
                     level.name(),
-                    units::bytes(report.peak_bytes + report.overhead_bytes),
+                    units::bytes(self.needed_bytes(&report)),
                     speed * 100.0
                 ));
             }
         }
-        if recipe.method == Method::Full && recipe.offload.is_none() {
+        if recipe.method != Method::Infer && recipe.offload.is_none() {
             lines.extend(self.offload_advice(arch, recipe, planned));
         }
         if lines.is_empty() && recipe.seq > 1 {
             let with = |seq| Recipe { batch: 1, seq, ..recipe.clone() };
             if let Some((seq, report)) = self.largest_batch(arch, with, recipe.seq) {
-                let bytes = units::bytes(report.peak_bytes + report.overhead_bytes);
+                let bytes = units::bytes(self.needed_bytes(&report));
                 lines.push(format!("batch 1 fits with seq {seq} ({bytes})"));
             }
         }
@@ -285,15 +316,19 @@ impl Planner {
         lines
     }
 
-    /// What fits with optimizer state, and with weights too, in host memory.
+    /// What fits with optimizer state, with weights too, and with activations in host memory.
     fn offload_advice(
         &self,
         arch: &Architecture,
         recipe: &Recipe,
         planned: &PlanReport,
     ) -> Vec<String> {
-        let offloads = [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS];
-        let line = |offload: Offload| {
+        // Adapters leave little of the optimizer's state to move.
+        let offloads: &[Offload] = match recipe.method {
+            Method::Full => &[Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS],
+            _ => &[],
+        };
+        let line = |offload: &Offload| {
             let with = |batch| Recipe {
                 recompute: RecomputePlan::uniform(Recompute::Block),
                 max_grad_norm: None,
@@ -303,17 +338,38 @@ impl Planner {
                 batch,
                 ..recipe.clone()
             };
-            let (batch, report) = self.largest_batch(arch, with, recipe.batch * 2)?;
-            let speed = report.tokens_per_second / planned.tokens_per_second - 1.0;
-            Some(format!(
-                "offload={offload} (recompute block, optimizer in backward, max-grad-norm 0) fits \
-                 batch {batch} ({} and {} of host memory, {:+.0} % tokens/s)",
-                units::bytes(report.peak_bytes + report.overhead_bytes),
-                units::bytes(report.host_bytes),
-                speed * 100.0
-            ))
+            let what = format!(
+                "offload={offload} (recompute block, optimizer in backward, max-grad-norm 0)"
+            );
+            self.offload_line(arch, with, recipe.batch, &what, planned)
         };
-        offloads.into_iter().filter_map(line).collect()
+        let activations = |batch| Recipe {
+            recompute: RecomputePlan::uniform(Recompute::Mlp),
+            offload: Offload::ACTIVATIONS,
+            batch,
+            ..recipe.clone()
+        };
+        let what = "offload=activations (recompute mlp; auto may be faster)";
+        let activations = self.offload_line(arch, activations, recipe.batch, what, planned);
+        offloads.iter().filter_map(line).chain(activations).collect()
+    }
+
+    fn offload_line(
+        &self,
+        arch: &Architecture,
+        with: impl Fn(usize) -> Recipe,
+        batch: usize,
+        what: &str,
+        planned: &PlanReport,
+    ) -> Option<String> {
+        let (batch, report) = self.largest_batch(arch, with, batch * 8)?;
+        let speed = report.tokens_per_second / planned.tokens_per_second - 1.0;
+        Some(format!(
+            "{what} fits batch {batch} ({} and {} of host memory, {:+.0} % tokens/s)",
+            units::bytes(self.needed_bytes(&report)),
+            units::bytes(report.host_bytes),
+            speed * 100.0
+        ))
     }
 
     /// The largest value up to `most` whose recipe fits.
@@ -410,13 +466,16 @@ impl Planned {
         let (Some(false), Some(memory)) = (report.fits, report.memory_bytes) else {
             return Ok(());
         };
-        let needed = units::bytes(report.peak_bytes + report.overhead_bytes);
+        let (needed, limit) = match planner.host_memory {
+            Some(limit) if planner.exceeds_host(report) => (
+                format!("{} of host memory", units::bytes(report.host_bytes)),
+                format!("{} (--host-memory, for a rank)", units::bytes(limit)),
+            ),
+            _ => (units::bytes(planner.needed_bytes(report)), units::bytes(memory)),
+        };
         let mut text = format!(
-            "{} at batch {} and seq {} needs {needed} of {}",
-            arch.name,
-            recipe.batch,
-            recipe.seq,
-            units::bytes(memory)
+            "{} at batch {} and seq {} needs {needed} of {limit}",
+            arch.name, recipe.batch, recipe.seq,
         );
         for line in planner.advice(arch, recipe, report) {
             text.push_str("\n  ");

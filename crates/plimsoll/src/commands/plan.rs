@@ -97,7 +97,9 @@ pub fn run(args: &PlanArgs) -> Outcome {
     recipe.check(&arch).map_err(Stop::input)?;
     let link = args.link.map(|g| g * 1e9);
     let transport = args.recipe.collectives.planned(args.nodes as usize)?;
-    let planner = planner.for_ranks(recipe.sharding.ranks, args.nodes as usize, link, transport);
+    let planner = planner
+        .for_ranks(recipe.sharding.ranks, args.nodes as usize, link, transport)
+        .with_host_memory(args.recipe.host_memory, args.recipe.gpus);
     if args.recipe.recompute_is_auto() && args.recipe.method != MethodArg::Infer {
         recipe = planner.with_least_recompute(&arch, &recipe)?;
     }

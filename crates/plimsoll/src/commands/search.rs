@@ -75,7 +75,8 @@ pub fn run(args: &PlanArgs) -> Outcome {
         None => args.recipe.lora.lora()?,
     };
     let mut space = Space::of(&base, &lora, arch.num_hidden_layers, fixed());
-    space.host_memory = args.recipe.host_memory;
+    // A rank's share of its machine's.
+    space.host_memory = args.recipe.host_memory.map(|bytes| bytes / args.recipe.gpus.max(1) as u64);
     let plan = |recipe: &Recipe| reports(&places, &arch, recipe);
     let found = search(&space, places.len(), crate::threads(), plan);
     let took = started.elapsed().as_secs_f64();

@@ -359,6 +359,8 @@ fn adapter_to_go_on_from(
     path: &Path,
     model: &ModelSource,
 ) -> Result<Adapter, Stop> {
+    model.weights()?;
+    let adapter = open_adapter(path, model)?;
     let given = std::env::args().any(|a| a == "--method" || a.starts_with("--method="));
     if given && args.recipe.method == MethodArg::Full {
         return Err(Stop::Input(format!(
@@ -367,8 +369,6 @@ fn adapter_to_go_on_from(
             path.display()
         )));
     }
-    model.weights()?;
-    let adapter = open_adapter(path, model)?;
     let real = |path: &Path| std::fs::canonicalize(path).ok();
     if real(path).is_some() && real(path) == real(&args.out) {
         return Err(Stop::Input(format!(
