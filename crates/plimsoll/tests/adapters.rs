@@ -157,7 +157,6 @@ fn what_cannot_be_gone_on_from_is_named() {
     let adapter = format!("{base} --adapter {} --out {}", good.display(), new.display());
     for (options, words) in [
         ("--method full", &["--method full", "good", "lora"][..]),
-        ("", &["--method full"]),
         ("--method lora --lora-rank 8", &["--lora-rank 8", "has 4", "leave the option out"]),
         ("--method lora --lora-alpha 4", &["--lora-alpha 4", "has 8"]),
         ("--method lora --lora-targets all", &["--lora-targets q_proj,k_proj", "q_proj,v_proj"]),
@@ -174,6 +173,9 @@ fn what_cannot_be_gone_on_from_is_named() {
     let third = bench.out("third");
     train(&format!("{alone} --out {}", third.display())).ok();
     assert_eq!(bytes(&third.join(ADAPTER)), bytes(&new.join(ADAPTER)));
+    let fourth = bench.out("fourth");
+    train(&format!("--adapter {} --out {}", good.display(), fourth.display())).ok();
+    assert_eq!(bytes(&fourth.join(ADAPTER)), bytes(&new.join(ADAPTER)));
     train(&format!("{alone} --out {}", good.display())).refused(&["--out", "overwrite"]);
     let over = format!("{base} --adapter {0} --method lora --out {0}", good.display());
     train(&over).refused(&["--out", "adapter", "overwrite"]);
