@@ -6,6 +6,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use plimsoll_comm::{AbortHandle, Communicator, Launch, Launcher, Tcp, threads};
+use serde_json::{Map, Value};
 
 use crate::exit::Stop;
 use crate::output;
@@ -117,6 +118,35 @@ impl Team {
         text.resize(u64::from_le_bytes(length) as usize, 0);
         group.broadcast(&mut text, 0).map_err(failed)?;
         String::from_utf8(text).map_err(|e| Stop::Failed(format!("rank 0 sent no text: {e}")))
+    }
+
+    /// Refuses settings that are not those of rank 0: ranks of one run would train apart.
+    ///
+    /// # Errors
+    /// The first that differs, or a rank is gone.
+    pub fn agree(&mut self, settings: &Value) -> Result<(), Stop> {
+        let first: Value = serde_json::from_str(&self.lead(|| Ok(settings.to_string()))?)
+            .map_err(|e| Stop::Failed(format!("rank 0 sent no settings: {e}")))?;
+        let (Some(ours), Some(theirs)) = (settings.as_object(), first.as_object()) else {
+            return Ok(());
+        };
+        let names = ours.keys().chain(theirs.keys());
+        let Some(name) = names.into_iter().find(|name| ours.get(*name) != theirs.get(*name)) else {
+            return Ok(());
+        };
+        let said = |all: &Map<String, Value>| all.get(name).map_or("none".into(), Value::to_string);
+        let member = self.members.first();
+        let text = format!(
+            "rank {} has {name} {}, and rank 0 has {}: start all ranks of a run with the same \
+             options, model, data and adapter",
+            member.map_or(0, |m| m.rank),
+            said(ours),
+            said(theirs)
+        );
+        if let Some(group) = member.and_then(|m| m.group.as_ref()) {
+            group.abort(&text);
+        }
+        Err(Stop::Input(text))
     }
 
     /// Runs `work` for every rank of this process, each in a thread of its own and with

@@ -159,6 +159,30 @@ fn what_does_not_go_together_is_refused() {
 }
 
 #[test]
+fn ranks_with_other_settings_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let model = nano(folder.path());
+    for (other, words) in [
+        ("--steps 3 --seed 7", "seed"),
+        ("--steps 3 --zero 1", "zero"),
+        ("--steps 4", "steps"),
+        ("--steps 3 --method lora", "lora"),
+    ] {
+        let out = folder.path().join("out");
+        let texts = [line(&model, &out, "--steps 3"), line(&model, &out, other)];
+        let port = free_port();
+        let start = |rank: usize| torchrun(&texts[rank], rank, 2, port).spawn().unwrap();
+        let ran = wait(&texts[1], vec![start(0), start(1)]);
+        assert_eq!(ran[1].status, Some(2), "{:#?}", ran[1]);
+        assert!(ran[1].stderr.contains("rank 0 has"), "{:#?}", ran[1]);
+        assert!(ran[1].stderr.contains(words), "{:#?}", ran[1]);
+        assert_ne!(ran[0].status, Some(0), "{:#?}", ran[0]);
+        assert!(ran[0].stderr.contains("rank 1 has"), "{:#?}", ran[0]);
+        let _ = fs::remove_dir_all(&out);
+    }
+}
+
+#[test]
 fn a_plan_says_what_goes_between_ranks() {
     let plan = |more: &str| {
         plimsoll(&format!("plan --model llama-3-8b --gpu h200 --batch 4 --format json {more}"))

@@ -166,6 +166,13 @@ pub fn run(args: &TrainArgs) -> Outcome {
     let growth = Growth::start()?;
     let start = Start { model: &model, adapter: adapter.as_ref() };
     let fingerprint = fingerprint(args, &start, &recipe, &rows, &options);
+    let mut settings = fingerprint.clone();
+    if let Some(fields) = settings.as_object_mut() {
+        fields.insert("steps".into(), options.total_steps.into());
+        fields.insert("zero".into(), recipe.sharding.zero.into());
+        fields.insert("reduce_dtype".into(), format!("{:?}", recipe.sharding.reduce).into());
+    }
+    team.agree(&settings)?;
     let (local, leads) = (team.local(), team.leads());
     let inputs = vec![(rows.train, rows.validation); local];
     let results = team.run(inputs, |member, (train, validation)| {
