@@ -352,6 +352,11 @@ impl Recipe {
         if self.offload.any_activations() && !named {
             return Err(self.no_offload("the model has no such layer"));
         }
+        let ranges = self.recompute.ranges.iter().map(|(range, _)| *range);
+        if let Some(range) = ranges.into_iter().find(|r| r.first >= arch.num_hidden_layers) {
+            let layers = arch.num_hidden_layers;
+            return Err(RecipeError::RecomputeLayers { range, layers, model: arch.name.clone() });
+        }
         if self.optimizer_in_backward && self.accumulate > 1 {
             return Err(RecipeError::FusedOptimizer { with: "gradient accumulation" });
         }
@@ -424,4 +429,8 @@ pub enum RecipeError {
         "recompute `{text}` is not understood: use none, norms, mlp or block, or ranges of layers such as block:0-15,norms or block:0-30/2,norms"
     )]
     Recompute { text: String },
+    #[error(
+        "--recompute names layers {range}, and {model} has {layers}, counted from 0: name some of those"
+    )]
+    RecomputeLayers { range: LayerRange, layers: usize, model: String },
 }
