@@ -28,7 +28,6 @@ pub type Stream = *mut c_void;
 
 /// The functions of the library that are called.
 struct Library {
-    get_version: unsafe extern "C" fn(*mut c_int) -> Status,
     get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
     comm_init_rank: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> Status,
     comm_abort: unsafe extern "C" fn(Handle) -> Status,
@@ -94,7 +93,6 @@ impl Library {
             }};
         }
         Some(Library {
-            get_version: function!(c"ncclGetVersion"),
             get_unique_id: function!(c"ncclGetUniqueId"),
             comm_init_rank: function!(c"ncclCommInitRank"),
             comm_abort: function!(c"ncclCommAbort"),
@@ -125,7 +123,6 @@ pub struct Nccl {
     library: &'static Library,
     /// Null once it was given back.
     handle: Cell<Handle>,
-    version: c_int,
 }
 
 // SAFETY: calls are the caller's to keep apart; the handle belongs to no thread.
@@ -139,12 +136,9 @@ impl Nccl {
     /// There is no such library, or NCCL's own.
     pub fn new(group: &mut dyn Communicator, folders: &[PathBuf]) -> Result<Nccl, CommError> {
         let library = library(folders)?;
-        let mut version = 0;
-        // SAFETY: a place for the result.
-        library.check("ncclGetVersion", unsafe { (library.get_version)(&mut version) })?;
         let mut id = UniqueId([0; 128]);
         if group.rank() == 0 {
-            // SAFETY: as above.
+            // SAFETY: a place for the result.
             library.check("ncclGetUniqueId", unsafe { (library.get_unique_id)(&mut id) })?;
         }
         group.broadcast(&mut id.0, 0)?;
@@ -156,12 +150,7 @@ impl Nccl {
         // SAFETY: as above; blocks until all ranks are here.
         let status = unsafe { (library.comm_init_rank)(&mut handle, ranks, id, rank) };
         library.check("ncclCommInitRank", status)?;
-        Ok(Nccl { library, handle: Cell::new(handle), version })
-    }
-
-    /// 22703 is 2.27.3.
-    pub fn version(&self) -> i32 {
-        self.version
+        Ok(Nccl { library, handle: Cell::new(handle) })
     }
 
     fn handle(&self) -> Result<Handle, CommError> {

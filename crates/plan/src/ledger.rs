@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::schedule::schedule_with;
-use crate::{DeviceKind, DeviceProfile, Layout, Peers, Schedule, Transport, Waits};
+use crate::{DeviceProfile, Layout, Peers, Schedule, Transport, Waits};
 
 /// A tensor that is alive at the peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -270,13 +270,10 @@ pub fn plan_reports(
     };
     let report = |&ReportFor { device, memory_bytes }: &ReportFor<'_>| {
         let schedule = schedule_with(program, &waits, device, document_tokens);
-        // On the CPU both slabs are in one memory.
-        let beside = if device.kind == DeviceKind::Cpu { layout.host_bytes } else { 0 };
-        let overhead = device.overhead_beside(layout.host_bytes);
-        let needed = layout.slab_bytes + overhead + beside;
+        let needed = device.needed_bytes(layout.slab_bytes, layout.host_bytes);
         let peers = device.peers.as_ref().filter(|_| recipe.sharding.ranks > 1);
         PlanReport {
-            overhead_bytes: overhead,
+            overhead_bytes: device.overhead_beside(layout.host_bytes),
             fits: memory_bytes.map(|m| needed <= m),
             free_bytes: memory_bytes.map(|m| m as i64 - needed as i64),
             memory_bytes,

@@ -260,6 +260,13 @@ impl DeviceProfile {
         self.overhead_bytes + COPY_LANES_BYTES + host_bytes / 1000 * MAPPED_PER_MILLE
     }
 
+    /// What slabs of so many bytes take of the device's memory, with the driver's share. On
+    /// the CPU both slabs are in one memory.
+    pub fn needed_bytes(&self, slab_bytes: u64, host_bytes: u64) -> u64 {
+        let beside = if self.kind == DeviceKind::Cpu { host_bytes } else { 0 };
+        slab_bytes + self.overhead_beside(host_bytes) + beside
+    }
+
     /// Reads a profile.
     ///
     /// # Errors

@@ -71,6 +71,11 @@ pub enum Format {
     Json,
 }
 
+/// Whether the user wrote an option, with or without `=`, and not only its default holds.
+pub fn given(option: &str) -> bool {
+    std::env::args().any(|argument| argument.split('=').next() == Some(option))
+}
+
 /// Threads of the CPU device: `PLIMSOLL_THREADS`, or one a core.
 pub fn threads() -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -128,9 +128,7 @@ impl Planner {
 
     /// What a plan takes of the device's memory.
     fn needed_bytes(&self, report: &PlanReport) -> u64 {
-        // On the CPU both slabs are in one memory.
-        let beside = if self.device.kind == DeviceKind::Cpu { report.host_bytes } else { 0 };
-        report.peak_bytes + report.overhead_bytes + beside
+        self.device.needed_bytes(report.peak_bytes, report.host_bytes)
     }
 
     /// Whether a plan takes more host memory than there may be.

@@ -181,7 +181,7 @@ impl PlannedPoint {
     /// Slab and what the driver takes beside it.
     pub fn bytes(&self) -> u64 {
         let slabs = self.plan.slabs();
-        self.kind.slab_bytes(slabs) + self.planner.device.overhead_beside(slabs.host)
+        self.planner.device.needed_bytes(slabs.device, slabs.host)
     }
 
     fn memory_limit(&self) -> u64 {

@@ -115,13 +115,11 @@ pub fn run(args: &PlanArgs) -> Outcome {
 
 /// What the user gave is not searched.
 fn fixed() -> Fixed {
-    let given: Vec<String> =
-        std::env::args().map(|a| a.split('=').next().unwrap_or_default().to_owned()).collect();
-    let has = |names: &[&str]| names.iter().any(|name| given.iter().any(|g| g == name));
+    let has = |names: &[&str]| names.iter().any(|name| crate::given(name));
     Fixed {
         method: has(&["--method", "--quant"]),
         batch: has(&["--batch"]),
-        recompute: has(&["--recompute"]) && !given.iter().any(|g| g == "auto"),
+        recompute: has(&["--recompute"]) && !has(&["auto"]),
         optimizer: has(&["--optimizer", "--optimizer-dtype"]),
         optimizer_in_backward: has(&["--optimizer-in-backward"]),
         max_grad_norm: has(&["--max-grad-norm"]),

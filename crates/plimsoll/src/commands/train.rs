@@ -368,8 +368,7 @@ fn adapter_to_go_on_from(
 ) -> Result<Adapter, Stop> {
     model.weights()?;
     let adapter = open_adapter(path, model)?;
-    let given = std::env::args().any(|a| a == "--method" || a.starts_with("--method="));
-    if given && args.recipe.method == MethodArg::Full {
+    if crate::given("--method") && args.recipe.method == MethodArg::Full {
         return Err(Stop::Input(format!(
             "--method full trains no adapter, and {} is one: give --method lora or qlora to go \
              on from it, or `merge` it first",
