@@ -4,13 +4,16 @@
 use std::collections::BTreeMap;
 
 use clap::Args;
-use plimsoll_plan::{DeviceProfile, LaunchTime};
+use plimsoll_arch::DType;
+use plimsoll_plan::{Device, DeviceProfile, LaunchTime, Layout};
 use plimsoll_program::{OpKind, Program, Work};
 use serde_json::{Value, json};
 
 use crate::Format;
-use crate::commands::point::{Measured, PlannedPoint, PointArgs, Ready};
+use crate::commands::bench_infer;
+use crate::commands::point::{Measured, PlannedPoint, PointArgs};
 use crate::exit::{Outcome, Stop};
+use crate::recipe_args::MethodArg;
 use crate::units;
 
 #[derive(Debug, Args)]
@@ -27,13 +30,20 @@ pub struct BenchArgs {
 
 pub fn run(args: &BenchArgs) -> Outcome {
     let (format, _) = args.point.data.formats()?;
+    if args.point.recipe.method == MethodArg::Infer {
+        return bench_infer::run(args, format);
+    }
     let full_rows = args.point.full_rows || args.point.data.files.is_empty();
     let options = PointArgs { full_rows, ..args.point.clone() };
     let point = PlannedPoint::new(&options)?;
     point.must_fit()?;
     let mut ready = point.reserve(&options)?;
     let measured = ready.measure(&options)?;
-    let lines = if args.no_ops { Vec::new() } else { profile(&mut ready, args.shapes)? };
+    let (program, layout) = (&ready.point.plan.train, &ready.point.plan.train_layout);
+    let lines = match args.no_ops {
+        true => Vec::new(),
+        false => profile(&mut *ready.device, program, layout, args.shapes)?,
+    };
     let floors = Floors::new(&ready.point.plan.train, &ready.point.planner.device, &ready.point);
     match format {
         Format::Json => {
@@ -77,7 +87,7 @@ impl Floors {
 
 /// Launches of one kind, together.
 #[derive(Default)]
-struct Line {
+pub struct Line {
     name: String,
     launches: usize,
     seconds: f64,
@@ -85,7 +95,7 @@ struct Line {
 }
 
 impl Line {
-    fn json(&self) -> Value {
+    pub fn json(&self) -> Value {
         json!({
             "op": self.name,
             "launches": self.launches,
@@ -97,9 +107,15 @@ impl Line {
 }
 
 /// Times of a whole step by family, slowest first.
-fn profile(ready: &mut Ready, shapes: bool) -> Result<Vec<Line>, Stop> {
-    let Ready { point, device, .. } = ready;
-    let (program, layout) = (&point.plan.train, &point.plan.train_layout);
+///
+/// # Errors
+/// The device's own.
+pub fn profile(
+    device: &mut dyn Device,
+    program: &Program,
+    layout: &Layout,
+    shapes: bool,
+) -> Result<Vec<Line>, Stop> {
     let mut lines: BTreeMap<String, Line> = BTreeMap::new();
     for (index, section) in program.sections.iter().enumerate() {
         if section.ops.is_empty() {
@@ -168,11 +184,19 @@ fn table(point: &PlannedPoint, measured: &Measured, floors: &Floors, lines: &[Li
         units::seconds(floors.bytes),
         (floors.products + floors.bytes) / median * 100.0,
     ));
+    text.push_str(&profile_table(&point.planner.device, recipe.precision, lines));
+    text
+}
+
+/// The lines with their rates, and how long each would take at the device's best; nothing
+/// where there are none.
+pub fn profile_table(device: &DeviceProfile, precision: DType, lines: &[Line]) -> String {
+    let mut text = String::new();
     if lines.is_empty() {
         return text;
     }
-    let rate = point.planner.device.products.of(recipe.precision).best_rate();
-    let memory = point.planner.device.copy_bytes_per_second;
+    let rate = device.products.of(precision).best_rate();
+    let memory = device.copy_bytes_per_second;
     let total: f64 = lines.iter().map(|l| l.seconds).sum();
     // A CPU's rates are a thousandth of a GPU's.
     let (unit, flops, bytes) =

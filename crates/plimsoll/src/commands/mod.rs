@@ -1,6 +1,7 @@
 //! One file a command.
 
 pub mod bench;
+pub mod bench_infer;
 pub mod calibrate;
 pub mod chat;
 pub mod evaluate;
