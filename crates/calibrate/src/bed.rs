@@ -226,7 +226,7 @@ impl<'a> Bed<'a> {
         let busy = work.matmul_flops >= self.grid.busy_flops;
         let window = if busy { self.grid.busy_window } else { self.grid.window };
         let seconds = match self.kind {
-            DeviceKind::Cuda => self.sustained(&case, &layout, window)?,
+            DeviceKind::Cuda => self.sustained(&case.program, &layout, window)?,
             DeviceKind::Cpu => self.median(&case, &layout, window.1)?,
         };
         Ok((seconds / copies as f64, work.bytes))
@@ -235,30 +235,55 @@ impl<'a> Bed<'a> {
     /// Mean of a stretch without pause, after one that lets the clocks settle.
     fn sustained(
         &mut self,
-        case: &Case,
+        program: &Program,
         layout: &Layout,
         (warm, window): (f64, f64),
     ) -> Result<f64, DeviceError> {
         // The first run chooses algorithms, loads kernels and captures.
-        self.device.run(&case.program, layout, 0)?;
-        self.device.run(&case.program, layout, 0)?;
+        self.device.run(program, layout, 0)?;
+        self.device.run(program, layout, 0)?;
         self.wait()?;
-        let estimate = self.stretch(case, layout, 2)?;
+        let estimate = self.stretch(program, layout, 2)?;
         let runs = |seconds: f64| (seconds / estimate.max(1e-7)).ceil().clamp(1.0, 1e5) as usize;
         if warm > 0.0 {
             for _ in 0..runs(warm) {
-                self.device.run(&case.program, layout, 0)?;
+                self.device.run(program, layout, 0)?;
             }
         }
-        self.stretch(case, layout, runs(window).max(3))
+        self.stretch(program, layout, runs(window).max(3))
+    }
+
+    /// Seconds of a token step, one behind the other. What it reads is there already.
+    pub fn time_program(&mut self, program: &Program, layout: &Layout) -> Result<f64, DeviceError> {
+        let (warm, window) = self.grid.window;
+        match self.kind {
+            DeviceKind::Cuda => self.sustained(program, layout, (warm, 4.0 * window)),
+            DeviceKind::Cpu => {
+                self.device.run(program, layout, 0)?;
+                let (mut times, mut total) = (Vec::new(), 0.0);
+                while times.len() < 3 || (total < window && times.len() < 1000) {
+                    let start = Instant::now();
+                    self.device.run(program, layout, 0)?;
+                    times.push(start.elapsed().as_secs_f64());
+                    total += times[times.len() - 1];
+                }
+                times.sort_by(f64::total_cmp);
+                Ok(times[times.len() / 2])
+            }
+        }
     }
 
     /// Seconds of one run out of `runs` without pause.
-    fn stretch(&mut self, case: &Case, layout: &Layout, runs: usize) -> Result<f64, DeviceError> {
+    fn stretch(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        runs: usize,
+    ) -> Result<f64, DeviceError> {
         self.wait()?;
         let start = Instant::now();
         for _ in 0..runs {
-            self.device.run(&case.program, layout, 0)?;
+            self.device.run(program, layout, 0)?;
         }
         self.wait()?;
         Ok(start.elapsed().as_secs_f64() / runs as f64)
@@ -386,10 +411,21 @@ impl<'a> Bed<'a> {
         for (tensor, placement) in program.tensors.iter().zip(&layout.placements) {
             let Some(Placement { offset, bytes }) = *placement else { continue };
             match (tensor.class, tensor.name.as_str()) {
+                // Scales of four bits are positive.
+                (Class::Weight, name) if name.contains("absmax") => {
+                    self.fill(offset, bytes, Random::Positive)?
+                }
                 (Class::Weight, _) => self.fill(offset, bytes, Random::Small)?,
+                (Class::KvCache, _) => self.fill(offset, bytes, Random::Signed)?,
                 (Class::OptimizerState, _) => self.fill(offset, bytes, Random::Positive)?,
                 (Class::Input, "ids" | "labels") => self.integers(offset, bytes, vocab)?,
                 (Class::Input, "positions") => self.integers(offset, bytes, seq)?,
+                (Class::Input, "start") => {
+                    self.words(offset, &vec![seq as u32 / 2; bytes as usize / 4])?
+                }
+                (Class::Input, "last_rows") => {
+                    self.words(offset, &(0..bytes as u32 / 4).collect::<Vec<_>>())?
+                }
                 (Class::Input, "doc_start") => self.integers(offset, bytes, 1)?,
                 (Class::Input, "rope") => self.fill(offset, bytes, Random::Signed)?,
                 (Class::Input, "step") => self.words(offset, &step_words())?,

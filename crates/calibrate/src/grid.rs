@@ -45,6 +45,10 @@ pub struct Grid {
     /// Bytes of random operands, and of results; more where one op needs more.
     pub source_bytes: u64,
     pub sink_bytes: u64,
+    /// (C, intermediate C, head size) of the blocks that token steps go through, ascending.
+    pub token_widths: Vec<(usize, usize, usize)>,
+    /// Sequences that are decoded together.
+    pub token_rows: Vec<usize>,
     /// Preset, batch and sequence of the training step that checks the result.
     pub check: (&'static str, usize, usize),
 }
@@ -98,6 +102,8 @@ impl Grid {
             busy_flops: 1e11,
             source_bytes: 1400 << 20,
             sink_bytes: 1400 << 20,
+            token_widths: vec![(1024, 2816, 64), (2048, 5632, 64), (4096, 14336, 128)],
+            token_rows: vec![1, 8],
             check: ("smollm2-135m", 4, 1024),
         }
     }
@@ -125,6 +131,8 @@ impl Grid {
             busy_flops: 1e9,
             source_bytes: 256 << 20,
             sink_bytes: 256 << 20,
+            token_widths: vec![(256, 704, 64), (512, 1408, 64), (1024, 2816, 64)],
+            token_rows: vec![1, 8],
             check: ("plimsoll-tiny", 2, 256),
         }
     }
@@ -147,6 +155,8 @@ impl Grid {
             busy_window: (0.0, 0.03),
             source_bytes: 64 << 20,
             sink_bytes: 64 << 20,
+            token_widths: vec![(128, 384, 32), (256, 704, 32)],
+            token_rows: vec![1, 4],
             check: ("plimsoll-tiny", 1, 64),
             ..Grid::cpu()
         }

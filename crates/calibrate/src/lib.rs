@@ -16,6 +16,7 @@ mod case;
 mod grid;
 mod measure;
 mod step;
+mod token;
 
 pub use grid::Grid;
 pub use measure::{CalibrateError, Facts, calibrate, slab_bytes};

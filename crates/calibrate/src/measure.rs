@@ -13,6 +13,7 @@ use crate::bed::{Bed, Parts};
 use crate::case::{self, Case, STREAMS};
 use crate::grid::{AttentionGrid, Grid, ProductGrid};
 use crate::step::CheckStep;
+use crate::token;
 
 /// What is known about a device without measuring it.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,7 +32,7 @@ pub struct Facts {
 pub enum CalibrateError {
     #[error(transparent)]
     Device(#[from] DeviceError),
-    #[error("the step of {model} that checks the profile cannot be built: {what}")]
+    #[error("the step of {model} cannot be built: {what}")]
     Check { model: &'static str, what: String },
     #[error("the measured {field} {what}: is the device doing something else?")]
     Figure { field: String, what: String },
@@ -50,7 +51,9 @@ pub fn slab_bytes(
     target: &dyn Target,
 ) -> Result<u64, CalibrateError> {
     let step = CheckStep::new(grid, kind, target)?;
-    Ok(Parts::of(grid, target).slab_bytes().max(step.layout.slab_bytes))
+    let steps = token::steps(grid, target)?;
+    let largest = steps.iter().map(|s| s.layout.slab_bytes).max().unwrap_or(0);
+    Ok(Parts::of(grid, target).slab_bytes().max(step.layout.slab_bytes).max(largest))
 }
 
 /// Measures a device that has reserved [`slab_bytes`], freshly: what its driver
@@ -87,6 +90,9 @@ pub fn calibrate(
         *products.of_mut(dtype) = measure_products(&mut bed, dtype, grid.products.of(dtype))?;
     }
 
+    progress("token steps");
+    let token = token::measure(&mut bed)?;
+
     // Ops that do little besides moving the bytes that are counted for them.
     let plain = ["rms_norm", "swiglu", "gather_rows", "adamw"];
     let plain = plain.iter().flat_map(|f| [streams.bf16.get(*f), streams.f32.get(*f)]).flatten();
@@ -111,6 +117,7 @@ pub fn calibrate(
         products,
         attention,
         streams,
+        token: Some(token),
         peers: None,
         check: Some(check),
     };

@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 
 use plimsoll_arch::DType;
 
+use crate::TokenTimes;
 use crate::profile::{DeviceKind, DeviceProfile, Orientation};
 
 /// The shipped profile; replace the file by what `plimsoll calibrate` writes.
@@ -227,6 +228,9 @@ impl Gpu {
             for stream in p.streams.of_mut(dtype).values_mut() {
                 stream.us.iter_mut().for_each(|us| scale(us, 1.0 / memory));
             }
+        }
+        for (_, products) in p.token.iter_mut().flat_map(TokenTimes::all_mut) {
+            products.scale_bytes(1.0 / memory);
         }
         p.settled().unwrap_or_else(|(field, what)| unreachable!("{field} {what} after scaling"))
     }

@@ -95,6 +95,9 @@ impl DeviceProfile {
         let dtype = |v: &View| program.tensor(v.tensor).dtype;
         let view_bytes = |v: &View| (v.elements() * dtype(v).bytes()) as f64;
         // An operand that the product adds to its result is one more to read.
+        if let Some(seconds) = self.token_seconds(program, &op.kind) {
+            return seconds;
+        }
         let added = |v: Option<&View>| v.map_or(0.0, view_bytes) / self.copy_bytes_per_second;
         match &op.kind {
             OpKind::Linear { x, w, add, y, .. } => {

@@ -71,6 +71,7 @@ pub fn cpu_profile(threads: usize, memory_bytes: u64) -> DeviceProfile {
         products: PerType { bf16: products(DType::Bf16), f32: products(DType::F32) },
         attention: PerType { bf16: attention(DType::Bf16), f32: attention(DType::F32) },
         streams: PerType { bf16: BTreeMap::new(), f32: BTreeMap::new() },
+        token: None,
         peers: None,
         check: None,
     };

@@ -102,6 +102,19 @@ pub struct Cost {
 }
 
 impl PlanReport {
+    /// The same memory, and the time of another step: of a token, where the prompt decides
+    /// the memory.
+    pub fn with_times_of(self, step: PlanReport) -> PlanReport {
+        PlanReport {
+            step_seconds: step.step_seconds,
+            tokens_per_second: step.tokens_per_second,
+            flops_per_step: step.flops_per_step,
+            bottleneck: step.bottleneck,
+            lane_seconds: step.lane_seconds,
+            ..self
+        }
+    }
+
     /// Adds what a step costs at a price of one device.
     pub fn with_price(mut self, usd_per_hour: f64, source: String) -> PlanReport {
         let ranks = self.communication.as_ref().map_or(1, |c| c.ranks);

@@ -17,6 +17,7 @@ mod peers;
 mod profile;
 mod quantizer;
 mod schedule;
+mod token;
 mod transport;
 
 pub use catalogue::{Gpu, Price, closest_gpu, gpu, gpu_names, h200_profile};
@@ -29,11 +30,12 @@ pub use ledger::{
     Communication, Cost, Live, PlanReport, ReportFor, live_bytes, plan_report, plan_reports,
 };
 pub use lifetime::{Lifetime, lifetimes};
-pub use peers::Peers;
+pub use peers::{Peers, has_nvlink};
 pub use profile::{
     Attention, Check, DeviceKind, DeviceProfile, Orientation, PROFILE_FORMAT, PerType, Products,
     ProfileError, Stream,
 };
 pub use quantizer::{FillPiece, Quantize, QuantizeNested, Quantizer};
 pub use schedule::{OpTime, Schedule, schedule};
+pub use token::{TokenProducts, TokenTimes};
 pub use transport::{Staging, Transport};

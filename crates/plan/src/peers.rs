@@ -3,7 +3,7 @@
 use plimsoll_program::{OpKind, Program, TensorId};
 use serde::{Deserialize, Serialize};
 
-use crate::{Staging, Transport};
+use crate::{Staging, Transport, gpu};
 
 /// How the ranks of a run reach each other.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -34,6 +34,11 @@ fn nvlink(name: &str) -> Option<f64> {
         "v100" | "v100-16" => 150.0,
         _ => return None,
     })
+}
+
+/// Whether GPUs of this kind have links to each other besides PCI Express.
+pub fn has_nvlink(name: &str) -> bool {
+    gpu(name).is_some_and(|gpu| nvlink(gpu.name).is_some())
 }
 
 /// The part of a link's rate that rings reach.

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use plimsoll_arch::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::Peers;
 use crate::interpolate::{interpolate, make_monotone};
+use crate::{Peers, TokenTimes};
 
 /// The version of the file's layout.
 pub const PROFILE_FORMAT: u32 = 1;
@@ -59,6 +59,9 @@ pub struct DeviceProfile {
     pub products: PerType<Products>,
     pub attention: PerType<Vec<Attention>>,
     pub streams: PerType<BTreeMap<String, Stream>>,
+    /// Token steps; profiles of before have none, and plan them as training.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token: Option<TokenTimes>,
     /// The devices that train one model with this one; none where it is alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peers: Option<Peers>,
@@ -381,6 +384,14 @@ impl DeviceProfile {
                 let lengths = [axis(&format!("{name}.bytes"), &stream.bytes)?];
                 table(&format!("{name}.us"), &lengths, &mut stream.us)?;
             }
+        }
+        for (form, products) in self.token.iter_mut().flat_map(TokenTimes::all_mut) {
+            let name = format!("token.{form}");
+            let lengths = [
+                axis(&format!("{name}.rows"), &products.rows)?,
+                axis(&format!("{name}.bytes"), &products.bytes)?,
+            ];
+            table(&format!("{name}.us"), &lengths, &mut products.us)?;
         }
         Ok(self)
     }

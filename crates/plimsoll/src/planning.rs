@@ -161,6 +161,12 @@ impl Planner {
         let (memory, documents) = (self.memory, self.document_tokens);
         let mut report =
             plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
+        if recipe.method == Method::Infer {
+            let (program, layout) = self.infer(arch, recipe)?.decode;
+            let token =
+                plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
+            report = report.with_times_of(token);
+        }
         if self.exceeds_host(&report) {
             report.fits = Some(false);
         }
@@ -173,10 +179,13 @@ impl Planner {
                 let plan = TrainPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?;
                 (plan.train, plan.train_layout)
             }
-            Method::Infer => {
-                InferPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?.decode
-            }
+            // The prompt takes the most memory; a token step is what lasts.
+            Method::Infer => self.infer(arch, recipe)?.prefill,
         })
+    }
+
+    fn infer(&self, arch: &Architecture, recipe: &Recipe) -> Result<InferPlan, Stop> {
+        InferPlan::new(arch, recipe, &*self.target).map_err(Stop::input)
     }
 
     /// What a recipe takes on this device and on others of its kind, from one layout.

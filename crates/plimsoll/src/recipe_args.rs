@@ -318,7 +318,7 @@ pub struct RecipeArgs {
     #[arg(long, value_enum)]
     pub reduce_dtype: Option<Precision>,
     /// What carries tensors between GPUs
-    #[arg(long, value_enum, default_value = "nccl")]
+    #[arg(long, value_enum, default_value = "auto")]
     pub collectives: CollectivesArg,
     #[command(flatten)]
     pub lora: LoraArgs,

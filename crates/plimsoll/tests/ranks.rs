@@ -211,11 +211,11 @@ fn a_plan_says_what_goes_between_ranks() {
     let table = plimsoll("plan --model llama-3-8b --gpu h200 --gpus 2 --zero 3 --batch 1").ok();
     assert!(table.stdout.contains("NCCL, outside the slab"), "{}", table.stdout);
     let transport = |more: &str| plan(more)["communication"]["transport"].clone();
-    assert_eq!(transport("--gpus 2"), "nccl");
-    assert_eq!(transport("--gpus 2 --collectives copies"), "copies");
+    assert_eq!(transport("--gpus 2"), "copies");
+    assert_eq!(transport("--gpus 2 --collectives nccl"), "nccl");
     assert_eq!(transport("--gpus 8 --nodes 2"), "nccl");
     let bytes = |more: &str| plan(more)["overhead_bytes"].as_u64().unwrap();
-    assert!(bytes("--gpus 2 --collectives copies") < bytes("--gpus 2"));
+    assert!(bytes("--gpus 2") < bytes("--gpus 2 --collectives nccl"));
     plimsoll("plan --model llama-3-8b --gpu h200 --gpus 8 --nodes 2 --collectives copies")
         .refused(&["--collectives copies", "2 machines"]);
 }

@@ -96,7 +96,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
     recipe.sharding.ranks *= args.nodes as usize;
     recipe.check(&arch).map_err(Stop::input)?;
     let link = args.link.map(|g| g * 1e9);
-    let transport = args.recipe.collectives.planned(args.nodes as usize)?;
+    let transport = args.recipe.collectives.planned(args.nodes as usize, &planner.device.name)?;
     let planner = planner
         .for_ranks(recipe.sharding.ranks, args.nodes as usize, link, transport)
         .with_host_memory(args.recipe.host_memory, args.recipe.gpus);

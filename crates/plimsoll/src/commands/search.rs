@@ -136,7 +136,8 @@ fn places(args: &PlanArgs, ranks: usize) -> Result<Vec<Place>, Stop> {
     for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
         let planner = Planner::gpu(name, args.memory)?;
         let link = args.link.map(|g| g * 1e9);
-        let transport = args.recipe.collectives.planned(args.nodes as usize)?;
+        let transport =
+            args.recipe.collectives.planned(args.nodes as usize, &planner.device.name)?;
         let mut planner = planner.for_ranks(ranks, args.nodes as usize, link, transport);
         planner.document_tokens = args.document_tokens.map(|n| n as f64);
         let listed =
@@ -369,8 +370,10 @@ fn command_line(args: &PlanArgs, candidate: &Candidate, places: &[Place]) -> Str
             words.push(format!("--nodes {}", args.nodes));
         }
         words.extend(args.link.map(|rate| format!("--link {rate}")));
-        if args.recipe.collectives == CollectivesArg::Copies {
-            words.push("--collectives copies".to_owned());
+        match args.recipe.collectives {
+            CollectivesArg::Auto => {}
+            CollectivesArg::Nccl => words.push("--collectives nccl".to_owned()),
+            CollectivesArg::Copies => words.push("--collectives copies".to_owned()),
         }
     }
     words.join(" ")
