@@ -2,7 +2,7 @@
 //! is that of the weights' bytes and of what lies between two products.
 
 use plimsoll_arch::DType;
-use plimsoll_program::{OpKind, Program, View};
+use plimsoll_program::{Class, OpKind, Program, View};
 use serde::{Deserialize, Serialize};
 
 use crate::DeviceProfile;
@@ -125,7 +125,7 @@ impl DeviceProfile {
 
 /// Only then are small ops between products that were timed with them.
 fn is_inference(program: &Program) -> bool {
-    program.find("labels").is_none()
+    program.tensors.iter().any(|t| t.class == Class::KvCache)
 }
 
 #[cfg(test)]
