@@ -139,3 +139,53 @@ fn money_is_the_users_figure_or_a_marked_default() {
         assert!(table.contains(word), "{word}: {table}");
     }
 }
+
+#[test]
+fn tokens_are_timed_beside_their_plan() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path();
+    at(config, "calibrate --device cpu --grid small").ok();
+    let profile: Value =
+        serde_json::from_slice(&std::fs::read(only_profile(config)).unwrap()).unwrap();
+    for form in ["bf16", "f32", "four_bits"] {
+        assert!(profile["token"][form]["us"][0].as_f64().unwrap() > 0.0, "{form}");
+    }
+    let bench = "bench --method infer --device cpu --model plimsoll-tiny --seq 96 --warmup 2 \
+                 --iterations 12";
+    for more in ["", " --quant nf4-dq", " --batch 3"] {
+        let row = at(config, &format!("{bench}{more} --format json")).ok().json();
+        let number = |name: &str| row[name].as_f64().unwrap();
+        // What quantizes holds one matrix more for a moment.
+        let off = (number("measured_bytes") - number("planned_bytes")).abs();
+        assert!(off < 0.05 * number("planned_bytes") + 4e6, "{row}");
+        let rows = if more.contains("batch") { 3.0 } else { 1.0 };
+        let seconds = number("seconds_per_iteration");
+        assert!((number("tokens_per_second") * seconds / rows - 1.0).abs() < 1e-6, "{row}");
+        assert!(row["floor_seconds"]["bytes"].as_f64().unwrap() > 0.0, "{row}");
+        // Planned as it runs, but for a machine that does other things.
+        let ratio = number("planned_seconds") / seconds;
+        assert!((0.1..4.0).contains(&ratio), "{more}: {ratio}");
+        assert!(!row["ops"].as_array().unwrap().is_empty());
+    }
+    let table = at(config, bench).ok();
+    for word in ["a token step", "prompt of 48", "weights", "attention_cached"] {
+        assert!(table.stdout.contains(word), "{word}: {}", table.stdout);
+    }
+    at(config, &format!("{bench} --seq 16").replace("--seq 96 ", "")).refused(&["context of 16"]);
+    let scarce = "bench --method infer --device cpu --model plimsoll-tiny --memory-limit 1MiB";
+    at(config, scarce).fails(3, &["lower --batch"]);
+}
+
+#[test]
+fn the_prompt_decides_the_memory_of_a_plan_for_tokens() {
+    let plan = |line: &str| plimsoll(line).ok().json();
+    let infer = "plan --method infer --model llama-3-8b --gpu h200 --quant nf4-dq --format json";
+    let row = plan(infer);
+    let slack = row["peak_bytes"].as_f64().unwrap() / row["lower_bound_bytes"].as_f64().unwrap();
+    assert!((1.0..1.02).contains(&slack), "{slack}");
+    let tokens = |line: &str| plan(line)["tokens_per_second"].as_f64().unwrap();
+    let wide = infer.replace("--quant nf4-dq ", "");
+    // Four bits are faster than sixteen, and several sequences than one.
+    assert!(tokens(infer) > 1.5 * tokens(&wide));
+    assert!(tokens(&format!("{infer} --batch 8")) > 2.0 * tokens(infer));
+}
