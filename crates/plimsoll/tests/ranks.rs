@@ -208,8 +208,13 @@ fn a_plan_says_what_goes_between_ranks() {
     assert_eq!(slow["bottleneck"], "communication");
     let fast = plan("--gpus 8 --nodes 4 --link 400 --zero 3");
     assert!(number(&fast["step_seconds"]) < number(&slow["step_seconds"]));
-    let table = plimsoll("plan --model llama-3-8b --gpu h200 --gpus 2 --zero 3 --batch 1").ok();
-    assert!(table.stdout.contains("NCCL, outside the slab"), "{}", table.stdout);
+    let table = "plan --model llama-3-8b --gpu h200 --gpus 2 --zero 3 --batch 1";
+    for (more, line) in
+        [("", "copies between GPUs"), (" --collectives nccl", "NCCL, outside the slab")]
+    {
+        let ran = plimsoll(&format!("{table}{more}")).ok();
+        assert!(ran.stdout.contains(line), "{}", ran.stdout);
+    }
     let transport = |more: &str| plan(more)["communication"]["transport"].clone();
     assert_eq!(transport("--gpus 2"), "copies");
     assert_eq!(transport("--gpus 2 --collectives nccl"), "nccl");
