@@ -332,6 +332,7 @@ impl Session<'_> {
             let dtype = match t.dtype {
                 DType::Bf16 => "BF16",
                 DType::U8 => "U8",
+                DType::I16 => "I16",
                 DType::F32 | DType::I32 => "F32",
             };
             let offsets = [end, end + whole_bytes(t)];
