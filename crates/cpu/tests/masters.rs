@@ -131,7 +131,7 @@ fn adamw8bit_is_that_of_float32_parameters() {
         bias_correction2: 1.0 - beta2.powi(step),
         grad_scale: 0.5,
     };
-    for n in [1, 255, 256, 1000, 50_000] {
+    for n in [1usize, 255, 256, 1000, 50_000] {
         let blocks = n.div_ceil(STATE_BLOCK);
         let state = || (vec![0u8; n], vec![0u8; n], vec![0.0f32; blocks], vec![0.0f32; blocks]);
         let gradient = |step: i32| {
@@ -178,35 +178,29 @@ fn sgd_is_that_of_float32_parameters() {
     assert_bits(&velocity, &buffer, "velocity");
 }
 
-/// A thousand steps of which rounding to bf16 would lose every one add up exactly.
+/// Thousands of steps of which rounding to bf16 would lose every one add up exactly.
 #[test]
 fn tiny_updates_are_not_lost() {
-    let n = 2000;
-    let (step, g) = (2f32.powi(-20), vec![bf16::ONE; n]);
+    let (n, steps) = (200, 4000);
+    let (rate, g) = (2f32.powi(-20), vec![bf16::ONE; n]);
     let (mut weight, mut low) = (vec![bf16::ONE; n], vec![0; n]);
-    for n in 1..=1000 {
-        sgd_masters::<_, f32>(&mut weight, &mut low, &g, None, (step, 0.0, 1.0), Rounding::new(n));
-        let exact = 1.0 - n as f32 * step;
+    for step in 1..=steps {
+        let (rates, rounding) = ((rate, 0.0, 1.0), Rounding::new(step));
+        sgd_masters::<_, f32>(&mut weight, &mut low, &g, None, rates, rounding);
+        let exact = 1.0 - step as f32 * rate;
         assert_eq!(join_master(weight[0].to_bits(), low[0]), exact);
-        assert_eq!(bf16::from_f32(weight[0].to_f32() - step), weight[0], "no step shows by itself");
+        assert_eq!(bf16::from_f32(weight[0].to_f32() - rate), weight[0], "a step shows by itself");
     }
-    assert!(weight.iter().all(|w| *w == bf16::from_f32(1.0 - 1000.0 * step) && *w < bf16::ONE));
+    let end = bf16::from_f32(1.0 - steps as f32 * rate);
+    assert!(end < bf16::ONE && weight.iter().all(|w| *w == end));
 }
 
 #[test]
 fn what_is_no_number_stays_none() {
     let (mut weight, mut low) = (vec![bf16::ONE; 4], vec![0; 4]);
     let g = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0].map(bf16::from_f32);
-    for step in 0..2 {
-        sgd_masters::<_, f32>(
-            &mut weight,
-            &mut low,
-            &g,
-            None,
-            (0.1, 0.0, 1.0),
-            Rounding::new(step),
-        );
-    }
+    let (rates, rounding) = ((0.1, 0.0, 1.0), Rounding::new(1));
+    sgd_masters::<_, f32>(&mut weight, &mut low, &g, None, rates, rounding);
     assert!(weight[0].is_nan() && low[0] == 0);
     assert_eq!(weight[1..], [bf16::NEG_INFINITY, bf16::INFINITY, bf16::ONE]);
     // The largest float32 number is nearer to infinity than to the largest bf16 number.

@@ -321,6 +321,10 @@ fn offload_changes_no_bit_on_several_ranks() {
                 accumulate: if fused { 1 } else { 2 },
                 optimizer_in_backward: fused,
                 max_grad_norm: clip,
+                master_weights: match (precision, zero) {
+                    (DType::Bf16, 1..) => MasterWeights::F32,
+                    _ => MasterWeights::None,
+                },
                 ..full(precision)
             };
             let out = TempDir::new().unwrap();
