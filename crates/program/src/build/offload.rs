@@ -240,6 +240,9 @@ fn sliced(program: &Program, param: View) -> View {
     }
 }
 
+/// A tensor of an update's state, and whether it holds scales of blocks.
+type StateView = (View, bool);
+
 /// Moves the state of matrices to host memory; that of norms and biases, a few
 /// thousandths of all, stays. So does the embedding's where updates run inside
 /// backward and memory does not matter most: its gradient is complete last, and
@@ -254,11 +257,11 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
         let t = program.tensor(param.tensor);
         let stays = t.shape.len() < 2 || (keep_embedding && t.name == "embed_tokens");
         let state = state.into_iter().enumerate();
-        let state: Vec<(View, bool)> =
+        let state: Vec<StateView> =
             state.filter_map(|(n, view)| Some((view?, SCALES.contains(&n)))).collect();
         (!stays && !state.is_empty()).then(|| (sliced(program, param), state))
     };
-    let updates: Vec<(usize, View, Vec<(View, bool)>)> = program
+    let updates: Vec<(usize, View, Vec<StateView>)> = program
         .ops
         .iter()
         .enumerate()
