@@ -3,7 +3,7 @@
 //! ```text
 //! OUT/checkpoint-00000120/model.safetensors, config.json   the weights, as any tool reads them
 //!                         (adapter_model.safetensors, adapter_config.json: adapters alone)
-//!                         optimizer.safetensors            moments, bit for bit
+//!                         optimizer.safetensors            moments and halves of masters, bit for bit
 //!                         trainer.json                     step, place in the data, best so far
 //! ```
 //! A checkpoint is written under another name, flushed, and renamed: at any
