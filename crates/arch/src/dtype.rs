@@ -10,6 +10,8 @@ pub enum DType {
     Bf16,
     /// Token ids, labels, positions.
     I32,
+    /// The lower half of a float32 number whose upper half is a bf16 one.
+    I16,
     /// Opaque bytes: workspaces, packed 4-bit codes.
     U8,
 }
@@ -19,7 +21,7 @@ impl DType {
     pub const fn bytes(self) -> usize {
         match self {
             DType::F32 | DType::I32 => 4,
-            DType::Bf16 => 2,
+            DType::Bf16 | DType::I16 => 2,
             DType::U8 => 1,
         }
     }
@@ -29,6 +31,7 @@ impl DType {
             DType::F32 => "f32",
             DType::Bf16 => "bf16",
             DType::I32 => "i32",
+            DType::I16 => "i16",
             DType::U8 => "u8",
         }
     }
@@ -39,6 +42,7 @@ impl DType {
             DType::F32 => "float32",
             DType::Bf16 => "bfloat16",
             DType::I32 => "int32",
+            DType::I16 => "int16",
             DType::U8 => "uint8",
         }
     }

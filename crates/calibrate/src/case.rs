@@ -282,6 +282,7 @@ pub(crate) const STREAMS: [Make; 23] = [
             v: c.view(v),
             m_absmax: c.view(m_absmax),
             v_absmax: c.view(v_absmax),
+            master: None,
             step: c.step(),
             norm: None,
             beta1: 0.9,
@@ -387,8 +388,8 @@ fn adamw(c: &mut Case, dtype: DType, rows: usize, cols: usize, state: DType) -> 
     let (m, v) = (c.changing(&shape, state), c.with(&shape, state, Fill::Positive));
     let [param, grad, m, v] = [param, grad, m, v].map(|t| c.view(t));
     let (beta1, beta2, eps, weight_decay, stream) = (0.9, 0.999, 1e-8, 0.01, 0);
-    let (step, norm) = (c.step(), None);
-    OpKind::AdamW { param, grad, m, v, step, norm, beta1, beta2, eps, weight_decay, stream }
+    let (step, norm, master) = (c.step(), None, None);
+    OpKind::AdamW { param, grad, m, v, master, step, norm, beta1, beta2, eps, weight_decay, stream }
 }
 
 fn sgd(c: &mut Case, dtype: DType, rows: usize, cols: usize, momentum: bool) -> OpKind {
@@ -400,6 +401,7 @@ fn sgd(c: &mut Case, dtype: DType, rows: usize, cols: usize, momentum: bool) -> 
         param: c.view(param),
         grad: c.view(grad),
         velocity: velocity.map(|t| c.view(t)),
+        master: None,
         step: c.step(),
         norm: None,
         momentum,

@@ -288,9 +288,10 @@ impl Drop for Nccl {
     }
 }
 
-/// `ncclDataType_t`.
+/// `ncclDataType_t`. NCCL has no 16-bit integers and refuses -1; state is never sent.
 fn code(dtype: DType) -> c_int {
     match dtype {
+        DType::I16 => -1,
         DType::U8 => 1,
         DType::I32 => 2,
         DType::F32 => 7,

@@ -231,6 +231,13 @@ fn rows<T: Elem>(bench: &Bench, dtype: &str) {
     bench.line(&format!("adamw {dtype}"), gb(7 * p), "GB/s", || {
         adamw(&mut param, &grad, &mut m, &mut v, &hyper, Rounding::new(1));
     });
+    if !T::IS_F32 {
+        let (mut weight, mut low): (Vec<bf16>, _) = (values(p), vec![0i16; p]);
+        bench.line("adamw bf16 with masters", gb(9 * p), "GB/s", || {
+            let state = (&mut m[..], &mut v[..]);
+            adamw_masters(&mut weight, &mut low, &grad, state, &hyper, Rounding::new(1));
+        });
+    }
     let (mut m8, mut v8) = (vec![0u8; p], vec![0u8; p]);
     let (mut m_absmax, mut v_absmax) = (vec![0.0f32; p / 256], vec![0.0f32; p / 256]);
     let hyper8 = AdamW8bit {

@@ -651,6 +651,7 @@ impl Memory<'_> {
                 grad,
                 m,
                 v,
+                master,
                 step,
                 norm,
                 beta1,
@@ -676,7 +677,14 @@ impl Memory<'_> {
                 let n = p.len();
                 with_elem!(self.dtype(m.tensor), S, {
                     let (m, v) = (self.updated::<S>(m), self.updated::<S>(v));
-                    kernels::adamw(p, g, &mut m[..n], &mut v[..n], &hyper, rounding);
+                    let (m, v) = (&mut m[..n], &mut v[..n]);
+                    match master {
+                        Some(master) => {
+                            let (p, low) = self.masters(param, master);
+                            kernels::adamw_masters(p, low, g, (m, v), &hyper, rounding);
+                        }
+                        None => kernels::adamw(p, g, m, v, &hyper, rounding),
+                    }
                 });
             }
             OpKind::AdamW8bit {
@@ -686,6 +694,7 @@ impl Memory<'_> {
                 v,
                 m_absmax,
                 v_absmax,
+                master,
                 step,
                 norm,
                 beta1,
@@ -714,9 +723,25 @@ impl Memory<'_> {
                     v_absmax: &mut self.updated(v_absmax)[..blocks],
                 };
                 let rounding = self.rounding(&scalars, *stream, param);
-                kernels::adamw8bit(p, g, state, &hyper, rounding);
+                match master {
+                    Some(master) => {
+                        let (p, low) = self.masters(param, master);
+                        kernels::adamw8bit_masters(p, low, g, state, &hyper, rounding);
+                    }
+                    None => kernels::adamw8bit(p, g, state, &hyper, rounding),
+                }
             }
-            OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
+            OpKind::Sgd {
+                param,
+                grad,
+                velocity,
+                master,
+                step,
+                norm,
+                momentum,
+                weight_decay,
+                stream,
+            } => {
                 let scalars = self.scalars(*step);
                 let rates = (scalars.learning_rate, *weight_decay, self.clip(*norm));
                 let rounding = self.rounding(&scalars, *stream, param);
@@ -725,12 +750,28 @@ impl Memory<'_> {
                 with_elem!(dtype, S, {
                     // A velocity starts at zero, so the first step needs no case of its own.
                     let state = |v: View| &mut self.updated::<S>(&v)[..p.len()];
-                    let velocity = velocity.map(|v| (state(v), *momentum, false));
-                    kernels::sgd(p, g, velocity, rates, rounding);
+                    match master {
+                        Some(master) => {
+                            let velocity = velocity.map(|v| (state(v), *momentum));
+                            let (p, low) = self.masters(param, master);
+                            kernels::sgd_masters(p, low, g, velocity, rates, rounding);
+                        }
+                        None => {
+                            let velocity = velocity.map(|v| (state(v), *momentum, false));
+                            kernels::sgd(p, g, velocity, rates, rounding);
+                        }
+                    }
                 });
             }
             _ => unreachable!("called for optimizers"),
         }
+    }
+
+    /// A bf16 parameter of an update and the lower half of its master.
+    fn masters(&self, param: &View, master: &View) -> (&mut [bf16], &mut [i16]) {
+        let param = self.updated::<bf16>(param);
+        let low = &mut self.updated::<i16>(master)[..param.len()];
+        (param, low)
     }
 
     /// Random bits of one parameter in one step: those of its elements, whichever

@@ -187,6 +187,12 @@ fn rows<T: Elem>() {
         adamw(&mut p, &g, &mut m, &mut v, &hyper, Rounding::new(1));
         sgd(&mut p, &g, Some((&mut m, 0.9, false)), (1e-3, 0.0, 1.0), Rounding::new(1));
     });
+    let (mut p, mut low) = (vec![bf16::ONE; n * c], vec![0; n * c]);
+    silent("optimizers with masters", || {
+        adamw_masters(&mut p, &mut low, &g, (&mut m, &mut v), &hyper, Rounding::new(1));
+        let momentum = Some((&mut m[..], 0.9));
+        sgd_masters(&mut p, &mut low, &g, momentum, (1e-3, 0.0, 1.0), Rounding::new(1));
+    });
 }
 
 fn d_w_of(c: usize) -> [f32; 576] {

@@ -4,6 +4,7 @@
 // scales are those of crates/quant/src/adamw8bit.rs to the bit.
 
 #include "dynamic_map.cuh"
+#include "master.cuh"
 #include "rounding.cuh"
 
 constexpr int TENSORS = 48;       // of one launch: the table is a kernel parameter
@@ -21,6 +22,7 @@ struct Update8bitTable {
     u8* v[TENSORS];
     float* m_absmax[TENSORS];
     float* v_absmax[TENSORS];
+    short* master[TENSORS];  // lower halves of master weights; not read without
     long long elements[TENSORS];
     long long first[TENSORS];  // place of element 0 in its parameter: it decides the random bits
     int first_block[TENSORS + 1];
@@ -78,7 +80,7 @@ template <int FIRST> __device__ __forceinline__ u32 position(float x, const floa
     return candidate + (x > limits[candidate * COPIES] ? 1u : 0u);
 }
 
-// bf16 cannot see the error of the fast ones.
+// bf16 alone cannot see the error of the fast ones.
 template <class P> __device__ __forceinline__ float quotient(float m, float v, float eps) {
     if constexpr (sizeof(P) == 2) {
         float root;
@@ -131,7 +133,7 @@ __device__ __forceinline__ float inverse(float absmax) {
     return absmax >= 1.17549435e-38f ? 1.0f / absmax : 0.0f;
 }
 
-template <class P> __device__ void adamw8bit(const Update8bitTable& table) {
+template <class P, bool MASTER> __device__ void adamw8bit(const Update8bitTable& table) {
     __shared__ Maps maps;
     fill(maps);
     int low = 0, high = table.count;
@@ -145,6 +147,7 @@ template <class P> __device__ void adamw8bit(const Update8bitTable& table) {
     const long long begin = (long long)((int)blockIdx.x - table.first_block[tensor]) * CHUNK;
     const long long end = min(n, begin + CHUNK);
     P* param = static_cast<P*>(table.param[tensor]);
+    const Weights<P, MASTER> weights = {param, table.master[tensor]};
     const P* grad = static_cast<const P*>(table.grad[tensor]);
     u8 *m_codes = table.m[tensor], *v_codes = table.v[tensor];
     float *m_absmax = table.m_absmax[tensor], *v_absmax = table.v_absmax[tensor];
@@ -171,7 +174,13 @@ template <class P> __device__ void adamw8bit(const Update8bitTable& table) {
         uint2 mc = load_codes(m_codes + i, count, 0x7f7f7f7fu);
         uint2 vc = load_codes(v_codes + i, count, 0u);
         const float old_m = m_absmax[block], old_v = v_absmax[block];
-        load_some(param + i, count, p);
+        if constexpr (MASTER) {
+            if (count == 8) weights.load8(i, p);
+            else
+                for (int k = 0; k < 8; ++k) p[k] = k < count ? weights.load1(i + k) : 0.0f;
+        } else {
+            load_some(param + i, count, p);
+        }
         float largest_m = 0.0f, largest_v = 0.0f;
         bool numbers = true;
 #pragma unroll
@@ -179,7 +188,7 @@ template <class P> __device__ void adamw8bit(const Update8bitTable& table) {
             float scaled = g[k] * grad_scale;
             float new_m = fmaf(rest1, scaled, map_m[code_at(mc, k) * COPIES] * old_m * beta1);
             float new_v = fmaf(rest2 * scaled, scaled, map_v[code_at(vc, k) * COPIES] * old_v * beta2);
-            float updated = fmaf(step, quotient<P>(new_m, new_v, eps), p[k]) * decay;
+            float updated = fmaf(step, quotient<typename Weights<P, MASTER>::Exact>(new_m, new_v, eps), p[k]) * decay;
             bool finite = fabsf(g[k]) < -negative_infinity();
             m[k] = finite ? new_m : 0.0f;
             v[k] = finite ? new_v : 0.0f;
@@ -188,14 +197,20 @@ template <class P> __device__ void adamw8bit(const Update8bitTable& table) {
             largest_m = fmaxf(largest_m, fabsf(m[k]));
             largest_v = fmaxf(largest_v, fabsf(v[k]));
         }
-        const u32 hash = piece_bits((u32)seed, (u32)(seed >> 32), table.first[tensor] + i);
-        if (count == 8 && numbers) {
-            store_rounded(param + i, p, hash, 0x243f6a88u);
+        if constexpr (MASTER) {
+            if (count == 8) weights.store8(i, p);
+            else
+                for (int k = 0; k < count; ++k) weights.store1(i + k, p[k]);
         } else {
+            const u32 hash = piece_bits((u32)seed, (u32)(seed >> 32), table.first[tensor] + i);
+            if (count == 8 && numbers) {
+                store_rounded(param + i, p, hash, 0x243f6a88u);
+            } else {
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                u32 bits = random_bits(hash, (u32)seed, (u32)k);
-                if (k < count) param[i + k] = from_float<P>(round_randomly<P>(p[k], bits));
+                for (int k = 0; k < 8; ++k) {
+                    u32 bits = random_bits(hash, (u32)seed, (u32)k);
+                    if (k < count) param[i + k] = from_float<P>(round_randomly<P>(p[k], bits));
+                }
             }
         }
         largest_m = warp_largest(largest_m);
@@ -218,6 +233,11 @@ template <class P> __device__ void adamw8bit(const Update8bitTable& table) {
 
 #define UPDATE_8BIT(NAME, P)                                                                                           \
     extern "C" __global__ void __launch_bounds__(256) adamw8bit_##NAME(const __grid_constant__ Update8bitTable table) { \
-        adamw8bit<P>(table);                                                                                           \
+        adamw8bit<P, false>(table);                                                                                    \
     }
 FOR_TYPES(UPDATE_8BIT)
+
+extern "C" __global__ void __launch_bounds__(256)
+    adamw8bit_bf16_masters(const __grid_constant__ Update8bitTable table) {
+    adamw8bit<bf16, true>(table);
+}

@@ -12,7 +12,7 @@ use crate::launch::Launcher;
 const SQUARE_TENSORS: usize = 128;
 const SQUARE_CHUNK: usize = 1 << 16;
 /// The same of an update.
-const TENSORS: usize = 64;
+const TENSORS: usize = 56;
 const CHUNK: usize = 8192;
 
 /// Mirrors `SquareTable` of reduce.cu.
@@ -31,6 +31,7 @@ struct UpdateTable {
     grad: [u64; TENSORS],
     m: [u64; TENSORS],
     v: [u64; TENSORS],
+    master: [u64; TENSORS],
     elements: [i64; TENSORS],
     first: [i64; TENSORS],
     first_block: [i32; TENSORS + 1],
@@ -139,13 +140,15 @@ struct Update {
     grad: View,
     m: Option<View>,
     v: Option<View>,
+    master: Option<View>,
     weight_decay: f32,
     stream: u32,
 }
 
 fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
-    let name = |family: &str, param: View, state: DType| {
-        format!("{family}_{}_{}", suffix(l.dtype(param.tensor)), suffix(state))
+    let name = |family: &str, param: View, state: DType, master: Option<View>| {
+        let masters = if master.is_some() { "_masters" } else { "" };
+        format!("{family}_{}_{}{masters}", suffix(l.dtype(param.tensor)), suffix(state))
     };
     match *op {
         OpKind::AdamW {
@@ -153,6 +156,7 @@ fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
             grad,
             m,
             v,
+            master,
             step,
             norm,
             beta1,
@@ -161,13 +165,25 @@ fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
             weight_decay,
             stream,
         } => {
-            let kernel = name("adamw", param, l.dtype(m.tensor));
-            let update = Update { param, grad, m: Some(m), v: Some(v), weight_decay, stream };
+            let kernel = name("adamw", param, l.dtype(m.tensor), master);
+            let (m, v) = (Some(m), Some(v));
+            let update = Update { param, grad, m, v, master, weight_decay, stream };
             Some((Shared { kernel, betas: [beta1, beta2, eps], step, norm }, update))
         }
-        OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
-            let kernel = name("sgd", param, velocity.map_or(DType::F32, |v| l.dtype(v.tensor)));
-            let update = Update { param, grad, m: velocity, v: None, weight_decay, stream };
+        OpKind::Sgd {
+            param,
+            grad,
+            velocity,
+            master,
+            step,
+            norm,
+            momentum,
+            weight_decay,
+            stream,
+        } => {
+            let state = velocity.map_or(DType::F32, |v| l.dtype(v.tensor));
+            let kernel = name("sgd", param, state, master);
+            let update = Update { param, grad, m: velocity, v: None, master, weight_decay, stream };
             Some((Shared { kernel, betas: [momentum, 0.0, 0.0], step, norm }, update))
         }
         _ => None,
@@ -185,6 +201,7 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         grad: [0; TENSORS],
         m: [0; TENSORS],
         v: [0; TENSORS],
+        master: [0; TENSORS],
         elements: [0; TENSORS],
         first: [0; TENSORS],
         first_block: [0; TENSORS + 1],
@@ -209,6 +226,7 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         table.grad[taken] = at(&update.grad);
         table.m[taken] = update.m.as_ref().map_or(0, at);
         table.v[taken] = update.v.as_ref().map_or(0, at);
+        table.master[taken] = update.master.as_ref().map_or(0, at);
         table.elements[taken] = elements as i64;
         table.first[taken] = first as i64;
         table.stream[taken] = update.stream;

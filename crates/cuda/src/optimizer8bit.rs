@@ -19,6 +19,7 @@ struct Update8bitTable {
     v: [u64; TENSORS],
     m_absmax: [u64; TENSORS],
     v_absmax: [u64; TENSORS],
+    master: [u64; TENSORS],
     elements: [i64; TENSORS],
     first: [i64; TENSORS],
     first_block: [i32; TENSORS + 1],
@@ -45,8 +46,11 @@ struct Shared {
 }
 
 fn shared_of(l: &Launcher, op: &OpKind) -> Option<Shared> {
-    let OpKind::AdamW8bit { param, step, norm, beta1, beta2, eps, .. } = *op else { return None };
-    let kernel = format!("adamw8bit_{}", suffix(l.dtype(param.tensor)));
+    let OpKind::AdamW8bit { param, master, step, norm, beta1, beta2, eps, .. } = *op else {
+        return None;
+    };
+    let masters = if master.is_some() { "_masters" } else { "" };
+    let kernel = format!("adamw8bit_{}{masters}", suffix(l.dtype(param.tensor)));
     Some(Shared { kernel, betas: [beta1, beta2, eps], step, norm })
 }
 
@@ -62,6 +66,7 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         v: none,
         m_absmax: none,
         v_absmax: none,
+        master: none,
         elements: [0; TENSORS],
         first: [0; TENSORS],
         first_block: [0; TENSORS + 1],
@@ -80,7 +85,16 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
             break;
         }
         let OpKind::AdamW8bit {
-            param, grad, m, v, m_absmax, v_absmax, weight_decay, stream, ..
+            param,
+            grad,
+            m,
+            v,
+            m_absmax,
+            v_absmax,
+            master,
+            weight_decay,
+            stream,
+            ..
         } = op.kind
         else {
             unreachable!("it has a launch to share")
@@ -93,6 +107,7 @@ pub(crate) fn updates(l: &Launcher, ops: &[Op]) -> Result<usize, CudaError> {
         table.v[taken] = at(&v);
         table.m_absmax[taken] = at(&m_absmax);
         table.v_absmax[taken] = at(&v_absmax);
+        table.master[taken] = master.as_ref().map_or(0, at);
         table.elements[taken] = elements as i64;
         table.first[taken] = first as i64;
         table.stream[taken] = stream;

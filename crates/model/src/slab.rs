@@ -2,7 +2,9 @@
 //!
 //! Each tensor goes straight to its place: there is never a second copy of the
 //! model, not even of one tensor on a CPU. What the program wants in four bits is
-//! quantized piece by piece on the way, by the device itself where it does that.
+//! quantized piece by piece on the way, by the device itself where it does that. A bf16
+//! weight with a float32 master gets what the checkpoint has, of which one tensor at a
+//! time is there in float32.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -11,11 +13,12 @@ use half::bf16;
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_plan::{Device, DeviceError, Layout, Quantize, QuantizeNested};
 use plimsoll_program::{
-    Class, Home, Lora, OpKind, Program, QuantizedPart, Shard, TensorId, WeightPart, quantized_name,
-    weight_parts,
+    Class, Home, Lora, OpKind, Program, QuantizedPart, Shard, TensorId, WeightPart, master_name,
+    quantized_name, weight_parts,
 };
 use plimsoll_quant::{
     BLOCK, Codebook, Format4bit, blocks, nested_blocks, quantize_4bit, quantize_absmax,
+    split_master,
 };
 
 use crate::{Adapter, Checkpoint, ModelError, Packed4bit, Scales};
@@ -25,6 +28,8 @@ struct Places<'a> {
     program: &'a Program,
     layout: &'a Layout,
     by_name: HashMap<&'a str, TensorId>,
+    /// Optimizer state, among which are the lower halves of master weights.
+    state: HashMap<&'a str, TensorId>,
     /// By their codes.
     quantized: HashMap<TensorId, (Codebook, QuantizedPart)>,
     rank: usize,
@@ -67,6 +72,9 @@ impl<'a> Places<'a> {
         let all = program.tensors.iter().enumerate();
         let weights = all.filter(|(_, t)| t.class == Class::Weight);
         let by_name = weights.map(|(i, t)| (t.name.as_str(), TensorId::new(i))).collect();
+        let state = program.tensors.iter().enumerate();
+        let state = state.filter(|(_, t)| t.class == Class::OptimizerState);
+        let state = state.map(|(i, t)| (t.name.as_str(), TensorId::new(i))).collect();
         // Ops read gathered codes where a rank has only its part.
         let mut parts = HashMap::new();
         for op in &program.ops {
@@ -82,7 +90,7 @@ impl<'a> Places<'a> {
                 quantized.insert(codes, (matrix.codebook, part));
             }
         }
-        Places { program, layout, by_name, quantized, rank: device.rank() }
+        Places { program, layout, by_name, state, quantized, rank: device.rank() }
     }
 
     fn of(&self, part: &WeightPart) -> Stored {
@@ -93,6 +101,12 @@ impl<'a> Places<'a> {
         let id = self.by_name.get(codes.as_str()).expect("the program has every weight");
         let (codebook, quantized) = self.quantized.get(id).expect("the program reads it");
         Stored::Quantized(*codebook, quantized.clone())
+    }
+
+    /// Where the lower half of the master of a weight lies, if it has one.
+    fn master(&self, part: &WeightPart) -> Option<Place> {
+        let id = self.state.get(master_name(&part.tensor).as_str())?;
+        Some(self.dense(*id, part))
     }
 
     fn dense(&self, id: TensorId, part: &WeightPart) -> Place {
@@ -242,7 +256,10 @@ pub fn load_weights(
     let precision = places.precision();
     for part in weight_parts(arch) {
         match places.of(&part) {
-            Stored::Dense(place) => read_dense(device, &place, checkpoint, &part.source)?,
+            Stored::Dense(place) => {
+                let master = places.master(&part);
+                read_dense(device, &place, master.as_ref(), checkpoint, &part.source)?;
+            }
             Stored::Quantized(codebook, quantized) => {
                 let elements = part.shape.iter().product();
                 let what = (codebook, &quantized);
@@ -261,9 +278,17 @@ pub fn load_weights(
 fn read_dense(
     device: &mut dyn Device,
     place: &Place,
+    master: Option<&Place>,
     checkpoint: &Checkpoint,
     name: &str,
 ) -> Result<(), DeviceError> {
+    if let Some(master) = master {
+        if checkpoint.dtype(name) != Some("BF16") {
+            return read_master(device, place, master, checkpoint, name);
+        }
+        // A bf16 weight is its own master, whatever was here before.
+        fill_bytes(device, master, |bytes| bytes.fill(0))?;
+    }
     if place.len == 0 {
         return Ok(());
     }
@@ -289,6 +314,40 @@ fn read_dense(
                 bytes.copy_from_slice(bytemuck::cast_slice(&whole[range]));
             }
         }
+        Ok(())
+    })
+}
+
+/// A weight and the lower half of its master, together what the checkpoint has.
+fn read_master(
+    device: &mut dyn Device,
+    place: &Place,
+    master: &Place,
+    checkpoint: &Checkpoint,
+    name: &str,
+) -> Result<(), DeviceError> {
+    let mut whole = vec![0.0f32; place.total];
+    checkpoint.read_f32(name, &mut whole).map_err(source)?;
+    fill_bytes(device, place, |bytes| {
+        let x = &whole[place.elements.clone()];
+        fill(bytemuck::cast_slice_mut::<u8, u16>(bytes), |i| split_master(x[i]).0);
+    })?;
+    fill_bytes(device, master, |bytes| {
+        let x = &whole[master.elements.clone()];
+        fill(bytemuck::cast_slice_mut::<u8, i16>(bytes), |i| split_master(x[i]).1);
+    })
+}
+
+fn fill_bytes(
+    device: &mut dyn Device,
+    place: &Place,
+    make: impl Fn(&mut [u8]),
+) -> Result<(), DeviceError> {
+    if place.len == 0 {
+        return Ok(());
+    }
+    device.upload(place.home, place.offset, place.len, &mut |bytes| {
+        make(bytes);
         Ok(())
     })
 }
@@ -411,7 +470,8 @@ pub fn load_adapter(
     let places = Places::new(device, program, layout);
     for part in adapter.lora().parts(arch) {
         if let Stored::Dense(place) = places.of(&part) {
-            read_dense(device, &place, adapter.tensors(), &part.source)?;
+            let master = places.master(&part);
+            read_dense(device, &place, master.as_ref(), adapter.tensors(), &part.source)?;
         }
     }
     Ok(())

@@ -9,7 +9,7 @@ use plimsoll_program::{AttentionShape, Op, OpKind, Program, TensorId, View};
 use crate::profile::{DeviceProfile, Orientation};
 
 /// Updates that one launch takes together (as `plimsoll_cuda` does).
-pub(crate) const UPDATES_A_LAUNCH: usize = 64;
+pub(crate) const UPDATES_A_LAUNCH: usize = 56;
 
 /// Tokens that an attention kernel takes at once.
 const TILE: f64 = 128.0;

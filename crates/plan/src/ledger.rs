@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use plimsoll_arch::Architecture;
+use plimsoll_arch::{Architecture, DType};
 use plimsoll_program::{Class, Home, Lane, Method, OpKind, Program, Recipe, Tensor};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -33,6 +33,12 @@ pub struct PlanReport {
     pub host_bytes: u64,
     /// Bytes by class at the peak.
     pub by_class: Map<String, Value>,
+    /// Of the optimizer's state on the device, the lower halves of master weights.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub master_bytes: u64,
+    /// The same of what is in host memory.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub master_host_bytes: u64,
     /// The op at which the most bytes are alive.
     pub peak_at: String,
     /// Whether slab and overhead fit in the memory that was given.
@@ -68,6 +74,10 @@ pub struct PlanReport {
     /// The largest tensors alive at the peak, largest first.
     pub largest: Vec<Live>,
     pub recipe: Value,
+}
+
+fn is_zero(bytes: &u64) -> bool {
+    *bytes == 0
 }
 
 /// Ranks, and what their collectives cost one of them in a step.
@@ -260,6 +270,11 @@ pub fn plan_reports(
             trainable += program.tensor(param.tensor).elements() as u64;
         }
     }
+    let masters = |home: Home| {
+        let state = program.tensors.iter().filter(|t| t.class == Class::OptimizerState);
+        let masters = state.filter(|t| t.dtype == DType::I16 && t.home == home);
+        masters.map(Tensor::bytes).sum()
+    };
     let common = PlanReport {
         model: arch.name.clone(),
         parameters,
@@ -267,6 +282,8 @@ pub fn plan_reports(
         peak_bytes: layout.slab_bytes,
         lower_bound_bytes: layout.lower_bound,
         host_bytes: layout.host_bytes,
+        master_bytes: masters(Home::Device),
+        master_host_bytes: masters(Home::Host),
         by_class: by_class.into_iter().map(|(c, b)| (c.name().to_owned(), b.into())).collect(),
         peak_at: if program.ops.is_empty() {
             String::new()

@@ -3,8 +3,8 @@
 use clap::{Args, ValueEnum};
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_program::{
-    AdamW, AdamW8bit, Codebook, Decay, Lora, Method, Offload, Optimizer, Projection, Quant, Recipe,
-    Recompute, RecomputePlan, Sgd, Sharding,
+    AdamW, AdamW8bit, Codebook, Decay, Lora, MasterWeights, Method, Offload, Optimizer, Projection,
+    Quant, Recipe, Recompute, RecomputePlan, Sgd, Sharding,
 };
 
 use crate::collectives::CollectivesArg;
@@ -237,6 +237,23 @@ pub enum OptimizerArg {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum MasterWeightsArg {
+    /// Updates of bf16 weights are rounded stochastically.
+    None,
+    /// Float32: the half that is not in the bf16 weight takes two bytes a parameter.
+    F32,
+}
+
+impl MasterWeightsArg {
+    pub fn master_weights(self) -> MasterWeights {
+        match self {
+            MasterWeightsArg::None => MasterWeights::None,
+            MasterWeightsArg::F32 => MasterWeights::F32,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DecayArg {
     /// Matrices and embeddings, not norms and biases.
     Matrices,
@@ -266,6 +283,9 @@ pub struct RecipeArgs {
     /// Type of the optimizer's state.
     #[arg(long, value_enum, default_value = "f32")]
     pub optimizer_dtype: Precision,
+    /// What the optimizer updates where weights are bf16.
+    #[arg(long, value_enum, default_value = "none")]
+    pub master_weights: MasterWeightsArg,
     #[arg(long, default_value_t = 0.9)]
     pub beta1: f32,
     #[arg(long, default_value_t = 0.999)]
@@ -390,6 +410,7 @@ impl RecipeArgs {
             seq: self.seq.unwrap_or(arch.max_position_embeddings.min(DEFAULT_SEQ)),
             accumulate: self.accumulate,
             optimizer,
+            master_weights: self.master_weights.master_weights(),
             decay: match self.decay {
                 DecayArg::Matrices => Decay::Matrices,
                 DecayArg::All => Decay::All,

@@ -238,7 +238,7 @@ fn options_out_of_range_are_named() {
         let seq = if options.contains("--seq") { "" } else { "--seq 32" };
         plimsoll(&format!("train --model plimsoll-tiny {seq} --out {} {options}", out.display()))
     };
-    let cases: [(&str, &[&str]); 39] = [
+    let cases: [(&str, &[&str]); 42] = [
         ("--batch 0", &["--batch 0"]),
         ("--batch 99999999999", &["--batch 99999999999"]),
         ("--batch -1", &["-1"]),
@@ -251,6 +251,12 @@ fn options_out_of_range_are_named() {
         ("--precision f64", &["f64", "bf16"]),
         ("--optimizer lion", &["lion", "adamw"]),
         ("--optimizer adamw8bit --optimizer-dtype bf16", &["adamw8bit", "--optimizer-dtype"]),
+        ("--master-weights bf16", &["bf16", "f32"]),
+        ("--master-weights f32", &["--master-weights f32", "--precision f32"]),
+        (
+            "--method qlora --precision f32 --master-weights f32",
+            &["--master-weights f32", "--precision f32"],
+        ),
         ("--beta1 1", &["--beta1 1"]),
         ("--beta2 -0.1", &["--beta2"]),
         ("--eps 0", &["--eps 0"]),
@@ -304,6 +310,10 @@ fn options_out_of_range_are_named() {
     plimsoll("plan").refused(&["--model"]);
     plimsoll("plan --model plimsoll-tiny --method infer --offload optimizer")
         .refused(&["--offload optimizer", "inference"]);
+    plimsoll("plan --model plimsoll-tiny --precision bf16 --method infer --master-weights f32")
+        .refused(&["--master-weights f32", "inference"]);
+    plimsoll("plan --model plimsoll-tiny --stack torch --bf16 --master-weights f32")
+        .refused(&["--master-weights", "--weights-dtype f32"]);
 }
 
 #[test]

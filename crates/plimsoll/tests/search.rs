@@ -68,6 +68,17 @@ fn what_is_given_is_not_searched() {
 }
 
 #[test]
+fn master_weights_are_named() {
+    let options = "--gpu rtx-4090 --method full --batch 2 --master-weights f32";
+    for plan in search(&format!("{options} --format json")).ok().json().as_array().unwrap() {
+        assert_eq!(plan["recipe"]["master_weights"], "f32");
+    }
+    let table = search(options).ok().stdout;
+    assert!(table.contains("f32 master weights"), "{table}");
+    assert!(table.contains("--master-weights f32"), "{table}");
+}
+
+#[test]
 fn offload_is_searched_on_one_gpu() {
     let options = "--gpu 4090 --method full --memory 620MiB --limit 10000";
     let found = all(options);

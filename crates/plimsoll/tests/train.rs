@@ -272,6 +272,45 @@ fn resume_is_bitwise_in_bf16_with_stochastic_rounding() {
 }
 
 #[test]
+fn resume_is_bitwise_with_master_weights() {
+    let masters = "--precision bf16 --master-weights f32";
+    resume_equals(&format!("--steps 8 --accumulate 2 {masters}"), 5);
+    let inside = "--steps 5 --optimizer adamw8bit --optimizer-in-backward --max-grad-norm 0";
+    resume_with_equals(&format!("{inside} {masters}"), "--offload optimizer", "", 3);
+    // A run without them does not go on with them.
+    let bench = Bench::new(30);
+    let out = bench.out("out");
+    bench.train(&out, "--steps 2 --precision bf16").ok();
+    bench.train(&out, &format!("--steps 2 {masters} --resume")).refused(&["master_weights"]);
+}
+
+/// The ledger has two bytes a parameter more and says what they are.
+#[test]
+fn master_weights_are_two_bytes_a_parameter() {
+    let plan = |masters: &str, options: &str| {
+        let line = format!("plan --model plimsoll-tiny --gpu h200 --seq 64 {options}");
+        let line = format!("{line} --master-weights {masters}");
+        let table = plimsoll(&line).ok().stdout;
+        (plimsoll(&format!("{line} --format json")).ok().json(), table)
+    };
+    for optimizer in ["adamw", "adamw8bit", "sgd"] {
+        let options = format!("--optimizer {optimizer}");
+        let ((without, _), (with, table)) = (plan("none", &options), plan("f32", &options));
+        let bytes = |plan: &Value| plan["by_class"]["optimizer_state"].as_u64().unwrap_or(0);
+        let two = 2 * with["parameters"].as_u64().unwrap();
+        assert_eq!(bytes(&with) - bytes(&without), two);
+        assert_eq!(with["master_bytes"], two);
+        assert_eq!(with["recipe"]["master_weights"], "f32");
+        assert!(without.get("master_bytes").is_none());
+        assert!(without["recipe"].get("master_weights").is_none());
+        assert!(table.contains("of it, f32 master weights"), "{table}");
+        let (away, _) = plan("f32", &format!("{options} --offload optimizer"));
+        let halves = ["master_bytes", "master_host_bytes"].map(|key| away[key].as_u64().unwrap());
+        assert_eq!(halves.iter().sum::<u64>(), two);
+    }
+}
+
+#[test]
 fn resume_is_bitwise_with_validation_and_other_options() {
     resume_equals(
         "--steps 8 --validation-split 0.2 --eval-every 2 --recompute block --schedule linear \

@@ -29,12 +29,12 @@ pub use op::{Access, AttentionShape, Op, OpKind, Phase};
 pub use plimsoll_quant::{BLOCK as QUANT_BLOCK, Codebook, NESTED_BLOCK};
 pub use quantized::{Nested, Quant, QuantizedMatrix, QuantizedPart, quantized_name};
 pub use recipe::{
-    AdamW, AdamW8bit, Decay, Method, Optimizer, Recipe, RecipeError, Recompute, RecomputePlan, Sgd,
-    Sharding,
+    AdamW, AdamW8bit, Decay, MasterWeights, Method, Optimizer, Recipe, RecipeError, Recompute,
+    RecomputePlan, Sgd, Sharding,
 };
 pub use tensor::{Class, Home, Shard, Tensor, TensorId, View};
 pub use verify::ProgramError;
-pub use weights::{WeightPart, weight_parts};
+pub use weights::{WeightPart, master_name, weight_parts};
 
 /// Scratch memory and alignment of a device, as far as a program depends on it.
 ///

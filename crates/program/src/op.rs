@@ -179,11 +179,16 @@ pub enum OpKind {
     /// values are rounded stochastically. As every update, of a whole parameter or
     /// of some of its rows: each operand is one piece of memory, and the place in
     /// the parameter decides the random bits.
+    ///
+    /// With a `master` (i16, beside a bf16 parameter) the parameter is updated in float32:
+    /// the two together are its bits ([`plimsoll_quant::join_master`]), and the parameter
+    /// is the nearest bf16 number.
     AdamW {
         param: View,
         grad: View,
         m: View,
         v: View,
+        master: Option<View>,
         step: TensorId,
         /// Where the clipping factor is; none when nothing is clipped.
         norm: Option<TensorId>,
@@ -196,8 +201,8 @@ pub enum OpKind {
     },
     /// AdamW with moments in eight bits (bitsandbytes 0.49 `AdamW8bit`): m and v
     /// are codes of the signed and the unsigned dynamic map, m_absmax and
-    /// v_absmax f32 hold the scale of every 256 of them. bf16 parameters are
-    /// rounded stochastically.
+    /// v_absmax f32 hold the scale of every 256 of them. bf16 parameters without a
+    /// `master` are rounded stochastically.
     AdamW8bit {
         param: View,
         grad: View,
@@ -205,6 +210,7 @@ pub enum OpKind {
         v: View,
         m_absmax: View,
         v_absmax: View,
+        master: Option<View>,
         step: TensorId,
         norm: Option<TensorId>,
         beta1: f32,
@@ -238,6 +244,7 @@ pub enum OpKind {
         param: View,
         grad: View,
         velocity: Option<View>,
+        master: Option<View>,
         step: TensorId,
         norm: Option<TensorId>,
         momentum: f32,
@@ -249,6 +256,12 @@ pub enum OpKind {
     /// to = from, whole rows: from the device to page-locked host memory.
     ToHost { from: View, to: View },
 }
+
+/// Which of the state of [`OpKind::update_operands`] has an element for every block.
+pub(crate) const SCALES: std::ops::Range<usize> = 2..4;
+
+/// Which of it is the lower half of the master weight.
+pub(crate) const MASTER: usize = 4;
 
 /// How an op touches an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -490,18 +503,19 @@ impl OpKind {
         }
     }
 
-    /// Parameter, gradient and state of an update; scales of blocks are the last two
-    /// of four.
-    pub fn update_operands(&self) -> Option<(View, View, [Option<View>; 4])> {
+    /// Parameter, gradient and state of an update: two moments, the scales of their
+    /// blocks ([`SCALES`]), and the lower half of the master weight ([`MASTER`]).
+    pub fn update_operands(&self) -> Option<(View, View, [Option<View>; 5])> {
         Some(match self {
-            OpKind::AdamW { param, grad, m, v, .. } => {
-                (*param, *grad, [Some(*m), Some(*v), None, None])
+            OpKind::AdamW { param, grad, m, v, master, .. } => {
+                (*param, *grad, [Some(*m), Some(*v), None, None, *master])
             }
-            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, .. } => {
-                (*param, *grad, [*m, *v, *m_absmax, *v_absmax].map(Some))
+            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, master, .. } => {
+                let [m, v, m_absmax, v_absmax] = [*m, *v, *m_absmax, *v_absmax].map(Some);
+                (*param, *grad, [m, v, m_absmax, v_absmax, *master])
             }
-            OpKind::Sgd { param, grad, velocity, .. } => {
-                (*param, *grad, [*velocity, None, None, None])
+            OpKind::Sgd { param, grad, velocity, master, .. } => {
+                (*param, *grad, [*velocity, None, None, None, *master])
             }
             _ => return None,
         })
@@ -512,16 +526,15 @@ impl OpKind {
     pub(crate) fn map_update(&mut self, mut f: impl FnMut(View) -> View) {
         let mut each = |view: &mut View| *view = f(*view);
         match self {
-            OpKind::AdamW { param, grad, m, v, .. } => {
-                [param, grad, m, v].into_iter().for_each(&mut each);
+            OpKind::AdamW { param, grad, m, v, master, .. } => {
+                [param, grad, m, v].into_iter().chain(master).for_each(&mut each);
             }
-            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, .. } => {
-                [param, grad, m, v, m_absmax, v_absmax].into_iter().for_each(&mut each);
+            OpKind::AdamW8bit { param, grad, m, v, m_absmax, v_absmax, master, .. } => {
+                let always = [param, grad, m, v, m_absmax, v_absmax];
+                always.into_iter().chain(master).for_each(&mut each);
             }
-            OpKind::Sgd { param, grad, velocity, .. } => {
-                each(param);
-                each(grad);
-                velocity.as_mut().map(&mut each);
+            OpKind::Sgd { param, grad, velocity, master, .. } => {
+                [param, grad].into_iter().chain(velocity).chain(master).for_each(&mut each);
             }
             _ => {}
         }

@@ -195,6 +195,33 @@ pub enum Optimizer {
     Sgd(Sgd),
 }
 
+/// What a bf16 parameter is beside its bf16 weight ("Mixed Precision Training",
+/// Micikevicius et al. 2018, arXiv 1710.03740).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MasterWeights {
+    /// Nothing: updates are rounded stochastically.
+    #[default]
+    None,
+    /// A float32 number, of which the weight is the nearest bf16 one. The half that is not
+    /// in the weight takes two bytes more.
+    F32,
+}
+
+impl MasterWeights {
+    pub fn name(self) -> &'static str {
+        match self {
+            MasterWeights::None => "none",
+            MasterWeights::F32 => "f32",
+        }
+    }
+
+    /// Whether there are none. Recipes without say nothing about them.
+    pub fn is_none(&self) -> bool {
+        *self == MasterWeights::None
+    }
+}
+
 /// What is divided over the ranks that train one model (ZeRO, Rajbhandari et al.
 /// 2020, arXiv 1910.02054).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -237,6 +264,8 @@ pub struct Recipe {
     /// Micro-batches in an optimizer step.
     pub accumulate: usize,
     pub optimizer: Optimizer,
+    #[serde(skip_serializing_if = "MasterWeights::is_none")]
+    pub master_weights: MasterWeights,
     pub decay: Decay,
     /// Global-norm clipping; none computes no norm at all.
     pub max_grad_norm: Option<f32>,
@@ -264,6 +293,7 @@ impl Recipe {
             seq,
             accumulate: 1,
             optimizer: Optimizer::AdamW(AdamW::default()),
+            master_weights: MasterWeights::None,
             decay: Decay::Matrices,
             max_grad_norm: Some(1.0),
             recompute: RecomputePlan::uniform(Recompute::None),
@@ -310,6 +340,17 @@ impl Recipe {
         }
         if !matches!(self.precision, DType::F32 | DType::Bf16) {
             return Err(RecipeError::Precision { precision: self.precision });
+        }
+        if !self.master_weights.is_none() {
+            let why = match (self.method, self.precision) {
+                (Method::Infer, _) => "inference updates no weights",
+                (_, DType::F32) => "with --precision f32 the weights are float32 themselves",
+                _ => "",
+            };
+            if !why.is_empty() {
+                let masters = self.master_weights.name();
+                return Err(RecipeError::MasterWeights { masters, why });
+            }
         }
         match (self.method, &self.lora) {
             (Method::Lora, None) => return Err(RecipeError::NoTargets),
@@ -415,6 +456,10 @@ pub enum RecipeError {
     InferRanks { ranks: usize },
     #[error("precision {precision} cannot hold weights: use f32 or bf16")]
     Precision { precision: DType },
+    #[error(
+        "--master-weights {masters} stand beside bf16 weights that are trained, and {why}: leave the option out"
+    )]
+    MasterWeights { masters: &'static str, why: &'static str },
     #[error(
         "the optimizer cannot run inside backward together with {with}: every gradient is needed at the end; drop one of the two"
     )]

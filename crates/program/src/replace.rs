@@ -127,8 +127,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        AdamW8bit, Codebook, Lora, NoWorkspace, Optimizer, Program, Quant, Recipe, Sgd, Sharding,
-        build,
+        AdamW8bit, Codebook, Lora, MasterWeights, NoWorkspace, Optimizer, Program, Quant, Recipe,
+        Sgd, Sharding, build,
     };
 
     /// Every operand becomes another tensor, and none of the old is left.
@@ -158,6 +158,8 @@ mod tests {
                 full.clone(),
                 Recipe { optimizer: eight, sharding: ranks(0), ..full.clone() },
                 Recipe { optimizer: sgd, sharding: ranks(3), ..full.clone() },
+                Recipe { master_weights: MasterWeights::F32, ..full.clone() },
+                Recipe { optimizer: eight, master_weights: MasterWeights::F32, ..full.clone() },
                 Recipe { quant, ..Recipe::lora(DType::Bf16, 1, 64, lora.clone()) },
             ] {
                 moves_every_operand(&build::train(&arch, &recipe, &NoWorkspace).unwrap());

@@ -4,6 +4,7 @@
 use plimsoll_arch::DType;
 use plimsoll_quant::STATE_BLOCK;
 
+use crate::op::{MASTER, SCALES};
 use crate::{
     Access, Home, Lane, NESTED_BLOCK, OpKind, Program, QUANT_BLOCK, QuantizedMatrix, TensorId, View,
 };
@@ -189,10 +190,17 @@ impl Program {
         let operands = [Some(param), Some(grad)].into_iter().chain(state);
         for (n, view) in operands.enumerate().filter_map(|(n, view)| Some((n, view?))) {
             let t = self.tensor(view.tensor);
-            let expected = if n < 4 { elements } else { blocks };
+            let scales = n >= 2 && SCALES.contains(&(n - 2));
+            let expected = if scales { blocks } else { elements };
             let whole = t.holds(&view) && view.is_contiguous();
             if !whole || view.elements() != expected {
                 return Err(format!("{view:?} of `{}` is no piece of {expected}", t.name));
+            }
+        }
+        if let Some(master) = state[MASTER] {
+            let types = [param, master].map(|view| self.tensor(view.tensor).dtype);
+            if types != [DType::Bf16, DType::I16] {
+                return Err(format!("a master of a {} weight in {}", types[0], types[1]));
             }
         }
         // Blocks of state are those of the whole parameter.

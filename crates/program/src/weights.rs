@@ -18,6 +18,11 @@ pub struct WeightPart {
     pub shape: Vec<usize>,
 }
 
+/// Name of the lower half of a weight's float32 master: `master.layers.3.attn.qkv`.
+pub fn master_name(tensor: &str) -> String {
+    format!("master.{tensor}")
+}
+
 /// Every tensor of a checkpoint of this architecture, in the order of the
 /// forward pass. A tied head has no part of its own.
 pub fn weight_parts(arch: &Architecture) -> Vec<WeightPart> {

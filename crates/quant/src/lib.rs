@@ -1,15 +1,16 @@
 //! Numbers in few bits, as bitsandbytes 0.49 stores them: weights in four,
-//! optimizer state in eight.
+//! optimizer state in eight; and float32 numbers as bf16 ones and the rest.
 //!
 //! A tensor is cut into blocks of consecutive elements; each block is scaled by
 //! its largest magnitude (`absmax`, float32) and every element becomes the index
-//! of the nearest entry of a small table. Everything here is equal to the
+//! of the nearest entry of a small table. All of that is equal to the
 //! reference bit for bit, on plain slices, and allocates nothing.
 
 mod adamw8bit;
 mod dynamic;
 mod format;
 mod four_bit;
+mod master;
 mod mean;
 mod nested;
 
@@ -21,5 +22,6 @@ pub use format::{
 pub use four_bit::{
     Element, HIGH_RECIPROCALS, LOW_RECIPROCALS, NotFinite, dequantize_4bit, quantize_4bit,
 };
+pub use master::{join_master, split_master};
 pub use mean::MeanOrder;
 pub use nested::{dequantize_absmax, quantize_absmax};

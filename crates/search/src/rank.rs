@@ -2,8 +2,8 @@
 
 use plimsoll_plan::PlanReport;
 use plimsoll_program::{
-    AdamW8bit, Codebook, Lora, Method, Offload, Optimizer, Quant, Recipe, Recompute, RecomputePlan,
-    Sharding,
+    AdamW8bit, Codebook, Lora, MasterWeights, Method, Offload, Optimizer, Quant, Recipe, Recompute,
+    RecomputePlan, Sharding,
 };
 
 /// One change of a recipe and what it brings.
@@ -60,6 +60,11 @@ pub fn first_lever(
             ..recipe.clone()
         };
         changes.push((Price::Method, "--method lora".to_owned(), adapters));
+    }
+    if !recipe.master_weights.is_none() {
+        let master_weights = MasterWeights::None;
+        let change = "--master-weights none".to_owned();
+        changes.push((Price::Time, change, Recipe { master_weights, ..recipe.clone() }));
     }
     if recipe.sharding.ranks > 1 {
         for zero in recipe.sharding.zero + 1..=3 {

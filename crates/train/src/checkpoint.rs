@@ -3,7 +3,7 @@
 //! ```text
 //! OUT/checkpoint-00000120/model.safetensors, config.json   the weights, as any tool reads them
 //!                         (adapter_model.safetensors, adapter_config.json: adapters alone)
-//!                         optimizer.safetensors            moments, bit for bit
+//!                         optimizer.safetensors            moments and halves of masters, bit for bit
 //!                         trainer.json                     step, place in the data, best so far
 //! ```
 //! A checkpoint is written under another name, flushed, and renamed: at any
@@ -332,6 +332,7 @@ impl Session<'_> {
             let dtype = match t.dtype {
                 DType::Bf16 => "BF16",
                 DType::U8 => "U8",
+                DType::I16 => "I16",
                 DType::F32 | DType::I32 => "F32",
             };
             let offsets = [end, end + whole_bytes(t)];

@@ -7,8 +7,8 @@ use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_model::{init_adapter, init_state, init_weights};
 use plimsoll_plan::{Device, lay_out};
 use plimsoll_program::{
-    AdamW, AdamW8bit, Class, Codebook, Home, Lane, Lora, Offload, Optimizer, Program, Quant,
-    Recipe, RecomputePlan, Sgd, TensorId,
+    AdamW, AdamW8bit, Class, Codebook, Home, Lane, Lora, MasterWeights, Offload, Optimizer,
+    Program, Quant, Recipe, RecomputePlan, Sgd, TensorId,
 };
 use plimsoll_train::{EarlyStop, MicroBatch, ModelFiles, Session, TrainPlan, TrainerState};
 
@@ -165,21 +165,30 @@ fn training_is_the_same_to_the_bit() {
             let arch = arch(tied);
             let precision = if fused { DType::Bf16 } else { DType::F32 };
             let plain = recipe(precision, optimizer, fused, recompute);
-            let mut reference = Run::new(&arch, &plain);
-            let (losses, state) = (reference.steps(0..3), reference.state());
-            for offload in
-                [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS]
-            {
-                let what = format!("{name}, in backward {fused}, {recompute}, {offload}");
-                let mut run = Run::new(&arch, &Recipe { offload, ..plain.clone() });
-                assert!(copies(&run.plan.train, Lane::HostToDevice) > 20, "{what}");
-                assert!(copies(&run.plan.train, Lane::DeviceToHost) > 20, "{what}");
-                assert!(run.plan.slabs().host > 0, "{what}");
-                assert_eq!(run.steps(0..3), losses, "{what}");
-                for (a, b) in run.state().iter().zip(&state) {
-                    assert!(a == b, "{what}: `{}` differs", a.0);
-                }
+            same_with_offload(name, &arch, &plain);
+            if precision == DType::Bf16 && recompute == "block" {
+                let masters = Recipe { master_weights: MasterWeights::F32, ..plain };
+                same_with_offload(&format!("{name}, masters"), &arch, &masters);
             }
+        }
+    }
+}
+
+/// Three steps with every offload are those without.
+fn same_with_offload(name: &str, arch: &Architecture, plain: &Recipe) {
+    let (fused, recompute) = (plain.optimizer_in_backward, &plain.recompute);
+    let mut reference = Run::new(arch, plain);
+    let (losses, state) = (reference.steps(0..3), reference.state());
+    for offload in [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS]
+    {
+        let what = format!("{name}, in backward {fused}, {recompute}, {offload}");
+        let mut run = Run::new(arch, &Recipe { offload, ..plain.clone() });
+        assert!(copies(&run.plan.train, Lane::HostToDevice) > 20, "{what}");
+        assert!(copies(&run.plan.train, Lane::DeviceToHost) > 20, "{what}");
+        assert!(run.plan.slabs().host > 0, "{what}");
+        assert_eq!(run.steps(0..3), losses, "{what}");
+        for (a, b) in run.state().iter().zip(&state) {
+            assert!(a == b, "{what}: `{}` differs", a.0);
         }
     }
 }
@@ -248,7 +257,10 @@ fn a_run_goes_on_with_another_offload() {
         std::env::temp_dir().join(format!("plimsoll-offload-{}-{name}", std::process::id()))
     };
     let arch = arch(false);
-    let plain = recipe(DType::Bf16, optimizers()[1].1, true, "block");
+    let plain = Recipe {
+        master_weights: MasterWeights::F32,
+        ..recipe(DType::Bf16, optimizers()[1].1, true, "block")
+    };
     let mut reference = Run::new(&arch, &plain);
     reference.steps(0..2);
     let expected = (reference.steps(2..4), reference.state());

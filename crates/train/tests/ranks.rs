@@ -11,9 +11,10 @@ use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_model::{init_adapter, init_state, init_weights, read_architecture};
 use plimsoll_plan::Device;
 use plimsoll_program::{
-    AdamW8bit, Codebook, Home, Lora, Offload, Optimizer, Projection, Quant, Recipe, Recompute,
-    RecomputePlan, Sgd, Sharding,
+    AdamW8bit, Codebook, Home, Lora, MasterWeights, Offload, Optimizer, Projection, Quant, Recipe,
+    Recompute, RecomputePlan, Sgd, Sharding, master_name, weight_parts,
 };
+use plimsoll_quant::join_master;
 use plimsoll_train::{
     EarlyStop, MicroBatch, ModelFiles, Session, TrainPlan, TrainerState, checkpoints,
 };
@@ -139,17 +140,20 @@ fn one_rank(
         sum += loss;
         tokens += count;
     }
-    let state = TrainerState {
-        step: to,
+    let path = session.save_checkpoint(out, &state_at(to), &ModelFiles::default(), 9).unwrap();
+    Outcome { steps, evaluated: sum / tokens as f64, tensors: tensors(&path) }
+}
+
+fn state_at(step: u64) -> TrainerState {
+    TrainerState {
+        step,
         batches: 0,
         trained_tokens: 0,
         loss: None,
         validation_loss: None,
         early_stop: EarlyStop::new(None, 0.0).unwrap(),
-        fingerprint,
-    };
-    let path = session.save_checkpoint(out, &state, &ModelFiles::default(), 9).unwrap();
-    Outcome { steps, evaluated: sum / tokens as f64, tensors: tensors(&path) }
+        fingerprint: serde_json::json!({}),
+    }
 }
 
 fn tensors(folder: &Path) -> BTreeMap<String, Vec<f32>> {
@@ -168,6 +172,9 @@ fn tensors(folder: &Path) -> BTreeMap<String, Vec<f32>> {
                     .iter()
                     .map(|b| bf16::from_le_bytes(*b).to_f32())
                     .collect(),
+                Dtype::I16 => {
+                    data.as_chunks::<2>().0.iter().map(|b| i16::from_le_bytes(*b).into()).collect()
+                }
                 _ => data.iter().map(|b| f32::from(*b)).collect(),
             };
             all.insert(name, values);
@@ -314,6 +321,10 @@ fn offload_changes_no_bit_on_several_ranks() {
                 accumulate: if fused { 1 } else { 2 },
                 optimizer_in_backward: fused,
                 max_grad_norm: clip,
+                master_weights: match (precision, zero) {
+                    (DType::Bf16, 1..) => MasterWeights::F32,
+                    _ => MasterWeights::None,
+                },
                 ..full(precision)
             };
             let out = TempDir::new().unwrap();
@@ -361,9 +372,18 @@ fn other_optimizers_are_those_of_one_rank() {
 
 #[test]
 fn rounding_does_not_know_the_ranks() {
-    // One micro-batch: the sums over ranks add zeros, so that bits can be compared.
+    bits_do_not_know_the_ranks(MasterWeights::None);
+}
+
+#[test]
+fn masters_do_not_know_the_ranks() {
+    bits_do_not_know_the_ranks(MasterWeights::F32);
+}
+
+/// One micro-batch: the sums over ranks add zeros, so that bits can be compared.
+fn bits_do_not_know_the_ranks(master_weights: MasterWeights) {
     let arch = architecture("llama-micro");
-    let recipe = Recipe { accumulate: 1, max_grad_norm: None, ..full(DType::Bf16) };
+    let recipe = Recipe { accumulate: 1, max_grad_norm: None, master_weights, ..full(DType::Bf16) };
     let out = TempDir::new().unwrap();
     let one = train(&arch, &recipe, out.path(), 0, 1);
     for (ranks, zero, reduce) in [(2, 1, DType::Bf16), (2, 2, DType::F32), (4, 3, DType::F32)] {
@@ -394,11 +414,77 @@ fn idle_others(arch: &Architecture, recipe: &Recipe, out: &Path) -> BTreeMap<Str
                     data.labels.fill(-100);
                 }
                 session.train(&[data.micro()], 1e-3, 1, SEED).unwrap();
-                session.save_model(out, &ModelFiles::default()).unwrap();
+                let files = ModelFiles::default();
+                session.save_checkpoint(out, &state_at(1), &files, 1).unwrap();
             });
         }
     });
-    tensors(out)
+    tensors(&checkpoints(out).unwrap()[0])
+}
+
+/// A run of one rank and of several, each after a step: what is loaded by another number
+/// of ranks is what was saved.
+#[test]
+fn masters_are_loaded_by_any_number_of_ranks() {
+    let arch = architecture("llama-micro");
+    let masters = Recipe { master_weights: MasterWeights::F32, ..full(DType::Bf16) };
+    for optimizer in [
+        masters.optimizer,
+        Optimizer::AdamW8bit(AdamW8bit::default()),
+        Optimizer::Sgd(Sgd { momentum: 0.0, weight_decay: 0.1, state: DType::F32 }),
+    ] {
+        let recipe = Recipe { optimizer, ..masters.clone() };
+        let out = TempDir::new().unwrap();
+        let (mut before, mut at) = (None, 0);
+        for (ranks, zero) in [(1, 0), (2, 1), (4, 3), (2, 2), (1, 0)] {
+            // The first makes two steps, the others none: they load and save.
+            let to = if at == 0 { 2 } else { at };
+            let found = train(&arch, &with_ranks(&recipe, ranks, zero), out.path(), at, to);
+            let part = &weight_parts(&arch)[1];
+            assert!(found.tensors[&master_name(&part.tensor)].iter().any(|low| *low != 0.0));
+            assert!(before.replace(found.tensors.clone()).is_none_or(|b| b == found.tensors));
+            at = 2;
+        }
+    }
+}
+
+#[test]
+fn masters_are_those_of_one_rank() {
+    let arch = architecture("llama-micro");
+    // Gradients differ in their last bits, of which AdamW makes whole steps.
+    let sgd = Sgd { momentum: 0.9, weight_decay: 0.1, state: DType::F32 };
+    let recipe = Recipe {
+        optimizer: Optimizer::Sgd(sgd),
+        master_weights: MasterWeights::F32,
+        ..full(DType::Bf16)
+    };
+    let out = TempDir::new().unwrap();
+    let one = masters(&train(&arch, &recipe, out.path(), 0, 3));
+    for zero in 0..4 {
+        let mut many = with_ranks(&recipe, 2, zero);
+        many.sharding.reduce = DType::F32;
+        let out = TempDir::new().unwrap();
+        let many = masters(&train(&arch, &many, out.path(), 0, 3));
+        for (name, values) in &many {
+            let error = relative(values, &one[name]);
+            assert!(error < 1e-4, "{name}, zero {zero}: {error:e}");
+        }
+    }
+}
+
+/// The float32 weights of a checkpoint that holds their halves.
+fn masters(run: &Outcome) -> BTreeMap<String, Vec<f32>> {
+    let arch = architecture("llama-micro");
+    let parts = weight_parts(&arch).into_iter().map(|part| {
+        let weights = &run.tensors[&part.source];
+        let low = &run.tensors[&master_name(&part.tensor)];
+        let cols = part.shape.get(1).copied().unwrap_or(1);
+        let low = &low[part.row * cols..][..weights.len()];
+        let join =
+            |(weight, low): (&f32, &f32)| join_master((weight.to_bits() >> 16) as u16, *low as i16);
+        (part.source, weights.iter().zip(low).map(join).collect())
+    });
+    parts.collect()
 }
 
 #[test]

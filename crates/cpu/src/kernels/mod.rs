@@ -21,6 +21,7 @@ mod elementwise;
 mod embed;
 pub mod gemm;
 mod loss;
+mod masters;
 mod norm;
 mod optimizer;
 mod optimizer8bit;
@@ -43,6 +44,7 @@ pub use elementwise::{
 pub use embed::{embed, embed_backward};
 pub use gemm::{Mat, SKINNY_ROWS, gemm, gemm_workspace, linear_skinny, linear_skinny_workspace};
 pub use loss::{IGNORED, cross_entropy, cross_entropy_loss};
+pub use masters::{adamw_masters, adamw8bit_masters, sgd_masters};
 pub use norm::{
     add_rms_norm_forward, head_norm_backward, head_norm_backward_workspace, head_norm_forward,
     rms_norm_backward, rms_norm_backward_workspace, rms_norm_forward,

@@ -129,7 +129,7 @@ pub fn sgd<P: Elem, G: Elem, M: Elem>(
 }
 
 simd_fn! {
-    fn adamw_piece<P: Elem, G: Elem, M: Elem, V: Elem>(
+    pub(super) fn adamw_piece<P: Elem, G: Elem, M: Elem, V: Elem>(
         param: &mut [P],
         grad: &[G],
         m: &mut [M],
@@ -160,7 +160,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    fn sgd_piece<P: Elem, G: Elem>(
+    pub(super) fn sgd_piece<P: Elem, G: Elem>(
         param: &mut [P],
         grad: &[G],
         hyper: [f32; 3],
@@ -176,7 +176,7 @@ simd_fn! {
 }
 
 simd_fn! {
-    fn momentum_piece<P: Elem, G: Elem, M: Elem>(
+    pub(super) fn momentum_piece<P: Elem, G: Elem, M: Elem>(
         param: &mut [P],
         grad: &[G],
         buffer: &mut [M],

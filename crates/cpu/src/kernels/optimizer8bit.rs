@@ -42,7 +42,7 @@ pub fn adamw8bit<P: Elem, G: Elem>(
 }
 
 simd_fn! {
-    fn piece<P: Elem, G: Elem>(
+    pub(super) fn piece<P: Elem, G: Elem>(
         param: &mut [P],
         grad: &[G],
         state: State8bit<'_>,

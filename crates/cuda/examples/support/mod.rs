@@ -15,6 +15,7 @@ use half::bf16;
 use plimsoll_arch::DType;
 use plimsoll_plan::{Device, Layout, SlabSizes, lay_out};
 use plimsoll_program::{Class, Home, Op, OpKind, Program, Shard, Target, Tensor, TensorId, View};
+use plimsoll_quant::join_master;
 
 /// What was compared so far.
 #[derive(Default)]
@@ -87,6 +88,7 @@ impl<D: Device> Bench<D> {
                 match dtype {
                     DType::Bf16 => fill(bytemuck::cast_slice_mut(bytes), values, bf16::from_f32),
                     DType::I32 => fill(bytemuck::cast_slice_mut(bytes), values, |x| x as i32),
+                    DType::I16 => fill(bytemuck::cast_slice_mut(bytes), values, |x| x as i16),
                     DType::U8 => fill(bytes, values, |x| x as u8),
                     _ => fill(bytemuck::cast_slice_mut(bytes), values, |x| x),
                 }
@@ -109,6 +111,10 @@ impl<D: Device> Bench<D> {
                     DType::I32 => {
                         bytemuck::cast_slice::<u8, i32>(bytes).iter().map(|x| *x as f32).collect()
                     }
+                    DType::I16 => bytemuck::cast_slice::<u8, i16>(bytes)
+                        .iter()
+                        .map(|x| f32::from(*x))
+                        .collect(),
                     DType::U8 => bytes.iter().map(|x| f32::from(*x)).collect(),
                     DType::F32 => bytemuck::cast_slice::<u8, f32>(bytes).to_vec(),
                 };
@@ -116,6 +122,13 @@ impl<D: Device> Bench<D> {
             })
             .unwrap_or_else(|e| panic!("download: {e}"));
         values
+    }
+
+    /// A bf16 weight and the lower half of its master, as the float32 numbers they are.
+    pub fn read_master(&mut self, weight: TensorId, low: TensorId) -> Vec<f32> {
+        let (weight, low) = (self.read(weight), self.read(low));
+        let join = |(w, l): (&f32, &f32)| join_master((w.to_bits() >> 16) as u16, *l as i16);
+        weight.iter().zip(&low).map(join).collect()
     }
 
     pub fn find(&self, name: &str) -> TensorId {

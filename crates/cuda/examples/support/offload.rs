@@ -5,8 +5,8 @@ use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_model::init_adapter;
 use plimsoll_plan::{Device, Taken};
 use plimsoll_program::{
-    AdamW, AdamW8bit, Class, Codebook, Lane, Lora, Method, Offload, Optimizer, Quant, Recipe,
-    RecomputePlan, Sgd, TensorId, build,
+    AdamW, AdamW8bit, Class, Codebook, Lane, Lora, MasterWeights, Method, Offload, Optimizer,
+    Quant, Recipe, RecomputePlan, Sgd, TensorId, build,
 };
 
 use super::steps::{feed, models, recipe, scalars, small, start};
@@ -54,6 +54,7 @@ fn recipes() -> Vec<(&'static str, Recipe)> {
             "8-bit state",
             Recipe { optimizer: Optimizer::AdamW8bit(AdamW8bit::default()), ..inside.clone() },
         ),
+        ("masters", Recipe { master_weights: MasterWeights::F32, ..inside.clone() }),
         ("momentum", Recipe { optimizer: Optimizer::Sgd(sgd), ..inside }),
         ("accumulated and clipped", Recipe { optimizer: adamw(DType::Bf16), ..plain }),
     ]

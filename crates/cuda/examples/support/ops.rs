@@ -1,6 +1,6 @@
 //! Every op by itself, on sizes that fit vectors and on sizes that do not.
 
-use plimsoll_arch::DType::{self, Bf16, F32, I32, U8};
+use plimsoll_arch::DType::{self, Bf16, F32, I16, I32, U8};
 use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_plan::Device;
@@ -62,6 +62,15 @@ impl Case {
         let n = shape.iter().product();
         let seed = 99 + self.values.len() as u64;
         self.tensor(shape, I32, integers(seed, n, limit))
+    }
+
+    /// Lower halves of masters, of every kind.
+    fn low_half(&mut self, shape: &[usize]) -> View {
+        let n = shape.iter().product();
+        let seed = 55 + self.values.len() as u64;
+        let values = integers(seed, n, 1 << 16).iter().map(|x| x - 32768.0).collect();
+        let low = self.tensor(shape, I16, values);
+        self.view(low)
     }
 
     /// rate, bias corrections, loss scale, seed
@@ -131,7 +140,8 @@ impl Case {
         self.run(kinds).0
     }
 
-    /// The same, and the launches of the GPU. What lies between ops may never exist.
+    /// The same, and the launches of the GPU. What lies between ops may never exist. Weights
+    /// with masters are compared as those, once.
     fn run(&self, kinds: &[OpKind]) -> (Vec<(TensorId, f64)>, usize) {
         let target = CpuTarget { threads: 4 };
         let cpu = multiplied_out(self.with(kinds, &target), &target);
@@ -157,8 +167,18 @@ impl Case {
                 }
             });
         }
-        let errors =
-            written.into_iter().map(|t| (t, distance(&gpu.read(t), &cpu.read(t)))).collect();
+        let updates = kinds.iter().filter_map(OpKind::update_operands);
+        let masters: Vec<(TensorId, TensorId)> = updates
+            .filter_map(|(param, _, [.., master])| Some((param.tensor, master?.tensor)))
+            .collect();
+        written.retain(|t| masters.iter().all(|(_, low)| low != t));
+        let mut error = |t: TensorId| match masters.iter().find(|(weight, _)| *weight == t) {
+            Some((weight, low)) => {
+                distance(&gpu.read_master(*weight, *low), &cpu.read_master(*weight, *low))
+            }
+            None => distance(&gpu.read(t), &cpu.read(t)),
+        };
+        let errors = written.into_iter().map(|t| (t, error(t))).collect();
         let Bench { device, program, layout } = &mut gpu;
         let launches = device.profile(program, layout, 0).unwrap_or_else(|e| panic!("{e}"));
         (errors, launches.len())
@@ -455,7 +475,8 @@ fn loss(report: &mut Report, dtype: DType) {
 
 fn updates(report: &mut Report, dtype: DType) {
     let sizes = [[64, 300], [1, 17], [333, 1000], [1, 64]];
-    for state in [F32, Bf16] {
+    let cases = [(F32, false), (Bf16, false), (F32, true), (Bf16, true)];
+    for (state, masters) in cases.into_iter().filter(|(_, masters)| !masters || dtype == Bf16) {
         let mut c = Case::default();
         let step = c.step();
         let norm = c.out(&[2], F32);
@@ -474,6 +495,7 @@ fn updates(report: &mut Report, dtype: DType) {
                 grad: c.view(grad),
                 m: c.view(m),
                 v: c.view(v),
+                master: masters.then(|| c.low_half(size)),
                 step,
                 norm,
                 beta1: 0.9,
@@ -487,6 +509,7 @@ fn updates(report: &mut Report, dtype: DType) {
                 param: c.view(param),
                 grad: c.view(grad),
                 velocity: velocity.filter(|_| stream != 1).map(|t| c.view(t)),
+                master: masters.then(|| c.low_half(size)),
                 step,
                 norm,
                 momentum: 0.9,
@@ -498,8 +521,20 @@ fn updates(report: &mut Report, dtype: DType) {
         kinds.extend(adamw);
         kinds.extend(sgd);
         // Rounded stochastically, each with random bits of its own: last bits differ.
-        let limit = if dtype == Bf16 || state == Bf16 { 8e-3 } else { 1e-6 };
-        c.compare(report, &format!("grad_norm, adamw, sgd {dtype} state {state}"), limit, &kinds);
+        let limit = |rounded: bool| if rounded { 8e-3 } else { 1e-6 };
+        let what = format!("grad_norm, adamw, sgd {dtype} state {state}");
+        if !masters {
+            let limit = limit(dtype == Bf16 || state == Bf16);
+            c.compare(report, &what, limit, &kinds);
+            continue;
+        }
+        let errors = c.errors(&kinds);
+        let is_master =
+            |t| kinds.iter().any(|k| k.update_operands().is_some_and(|u| u.0.tensor == t));
+        let (weights, others): (Vec<_>, Vec<_>) =
+            errors.into_iter().partition(|(t, _)| is_master(*t));
+        c.judge(report, &format!("{what}: masters"), limit(false), &weights);
+        c.judge(report, &format!("{what} beside masters"), limit(state == Bf16), &others);
     }
 }
 
@@ -515,6 +550,12 @@ fn shares(report: &mut Report, dtype: DType) {
             c.compare(report, &what, limit(other), &[OpKind::Convert { x, out, accumulate }]);
         }
     }
+    for masters in [false, true].into_iter().filter(|masters| !masters || dtype == Bf16) {
+        share_of_updates(report, dtype, masters);
+    }
+}
+
+fn share_of_updates(report: &mut Report, dtype: DType, masters: bool) {
     let mut c = Case::default();
     let (step, norm, squares) = (c.step(), c.out(&[2], F32), c.out(&[1, 1], F32));
     let (mut grads, mut kinds) = (Vec::new(), Vec::new());
@@ -523,7 +564,8 @@ fn shares(report: &mut Report, dtype: DType) {
         let (param, grad) = (c.random(&[rows, 128], dtype), c.random(&[rows, 128], dtype));
         let (m, v) =
             (c.random(&[rows, 128], F32), c.tensor(&[rows, 128], F32, vec![0.3; 2 * part]));
-        for tensor in [param, grad, m, v] {
+        let low = c.low_half(&[rows, 128]).tensor;
+        for tensor in [param, grad, m, v, low] {
             c.program.tensors[tensor.index()].shard = Shard::Padded { ranks: 2, part };
         }
         grads.push(grad);
@@ -532,6 +574,7 @@ fn shares(report: &mut Report, dtype: DType) {
             grad: c.view(grad),
             m: c.view(m),
             v: c.view(v),
+            master: masters.then(|| c.view(low)),
             step,
             norm: Some(norm),
             beta1: 0.9,
@@ -547,8 +590,9 @@ fn shares(report: &mut Report, dtype: DType) {
         OpKind::ClipFactor { squares, norm, max_norm: Some(1.0) },
     ];
     all.extend(kinds);
-    let limit = if dtype == Bf16 { 8e-3 } else { 1e-6 };
-    c.compare(report, &format!("a rank's share: norm, adamw {dtype}"), limit, &all);
+    let limit = if dtype == Bf16 && !masters { 8e-3 } else { 1e-6 };
+    let what = format!("a rank's share: norm, adamw {dtype} masters {masters}");
+    c.compare(report, &what, limit, &all);
 }
 
 /// What adapters need: products added in place to some columns, and dropout.
@@ -643,7 +687,8 @@ fn four_bits(report: &mut Report, dtype: DType) {
 /// blocks of zeros, from a state that has some.
 fn updates_8bit(report: &mut Report, dtype: DType) {
     let sizes = [[64, 300], [1, 17], [333, 1000], [1, 64], [16, 256]];
-    for clip in [false, true] {
+    let cases = [(false, false), (true, false), (true, true)];
+    for (clip, masters) in cases.into_iter().filter(|(_, masters)| !masters || dtype == Bf16) {
         let mut c = Case::default();
         let step = c.step();
         let norm = c.tensor(&[2], F32, vec![2.0, 0.5]);
@@ -670,6 +715,7 @@ fn updates_8bit(report: &mut Report, dtype: DType) {
                 v: c.view(v),
                 m_absmax: c.view(m_absmax),
                 v_absmax: c.view(v_absmax),
+                master: masters.then(|| c.low_half(size)),
                 step,
                 norm: clip.then_some(norm),
                 beta1: 0.9,
@@ -679,7 +725,7 @@ fn updates_8bit(report: &mut Report, dtype: DType) {
                 stream: stream as u32,
             });
         }
-        let what = format!("adamw8bit {dtype} clip {clip}");
+        let what = format!("adamw8bit {dtype} clip {clip} masters {masters}");
         let errors = c.errors(&kinds);
         for kind in &kinds {
             let OpKind::AdamW8bit { param, m, v, m_absmax, v_absmax, .. } = kind else {
@@ -692,7 +738,7 @@ fn updates_8bit(report: &mut Report, dtype: DType) {
             {
                 report.error(&format!("{what}: {part}"), of(tensor), 0.0);
             }
-            let limit = if dtype == Bf16 { 8e-3 } else { 1e-6 };
+            let limit = if dtype == Bf16 && !masters { 8e-3 } else { 1e-6 };
             println!("{:9.2e}  {what}", of(param));
             report.error(&what, of(param), limit);
         }

@@ -6,7 +6,8 @@ use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_model::{init_state, init_weights};
 use plimsoll_plan::{Device, SlabSizes};
 use plimsoll_program::{
-    Class, Codebook, Lora, Projection, Quant, Recipe, StepScalars, TensorId, build,
+    AdamW, AdamW8bit, Class, Codebook, Lora, MasterWeights, Optimizer, Projection, Quant, Recipe,
+    Sgd, StepScalars, TensorId, build, master_name,
 };
 
 use super::{Bench, Report, cpu_threads, distance, integers, multiplied_out, random_weights};
@@ -204,6 +205,43 @@ pub fn train(report: &mut Report) {
             report.error(&format!("{what}: parameters f32"), change, 1e-3);
         }
         same_bits(report, &arch, &mut rounded);
+        masters(report, &arch);
+    }
+}
+
+/// Updates of float32 masters: of the same gradients both devices make the same.
+fn masters(report: &mut Report, arch: &Architecture) {
+    let sgd = Sgd { momentum: 0.9, weight_decay: 0.01, state: DType::F32 };
+    for optimizer in [
+        Optimizer::AdamW(AdamW::default()),
+        Optimizer::AdamW8bit(AdamW8bit::default()),
+        Optimizer::Sgd(sgd),
+    ] {
+        let masters = MasterWeights::F32;
+        let recipe = Recipe { optimizer, master_weights: masters, ..recipe(DType::Bf16) };
+        let (mut truth, mut found) = (cpu(arch, &recipe), gpu(arch, &recipe));
+        let mut worst = 0.0f64;
+        for step in 0..3 {
+            gradients(&mut truth, arch, step);
+            gradients(&mut found, arch, step);
+            for t in of_class(&truth, Class::Gradient) {
+                let twin = found.find(&truth.program.tensor(t).name.clone());
+                found.write(twin, &truth.read(t));
+            }
+            truth.run(2);
+            found.run(2);
+            for t in of_class(&truth, Class::Weight) {
+                let name = truth.program.tensor(t).name.clone();
+                let low = master_name(&name);
+                let expected = truth.read_master(t, truth.find(&low));
+                let (weight, low) = (found.find(&name), found.find(&low));
+                let error = distance(&found.read_master(weight, low), &expected);
+                worst = if error.is_nan() { error } else { worst.max(error) };
+            }
+        }
+        let what = format!("{}: masters after three steps, {optimizer:?}", arch.name);
+        println!("{worst:9.2e}  {what}");
+        report.error(&what, worst, 2e-6);
     }
 }
 

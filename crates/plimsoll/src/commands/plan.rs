@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use plimsoll_arch::Architecture;
 use plimsoll_plan::{DeviceKind, PlanReport, Transport, gpu};
-use plimsoll_program::{Method, PRODUCTS, Recipe};
+use plimsoll_program::{Class, Method, PRODUCTS, Recipe};
 
 use crate::commands::plan_torch;
 use crate::commands::search::{self, SearchArgs};
@@ -202,6 +202,9 @@ pub fn table(report: &PlanReport) -> String {
         let bytes = bytes.as_u64().unwrap_or(0);
         alive += bytes;
         row(&class.replace('_', " "), bytes);
+        if class == Class::OptimizerState.name() && report.master_bytes > 0 {
+            row("  of it, f32 master weights", report.master_bytes);
+        }
     }
     row("layout gaps", report.peak_bytes - alive.min(report.peak_bytes));
     row("= slab", report.peak_bytes);
@@ -217,6 +220,9 @@ pub fn table(report: &PlanReport) -> String {
     }
     if report.host_bytes > 0 {
         row("pinned host memory", report.host_bytes);
+        if report.master_host_bytes > 0 {
+            row("  of it, f32 master weights", report.master_host_bytes);
+        }
     }
     if let (Some(memory), Some(free)) = (report.memory_bytes, report.free_bytes) {
         row("memory", memory);

@@ -14,6 +14,7 @@ use crate::commands::plan::PlanArgs;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::open_architecture;
 use crate::profiles;
+use crate::recipe_args::MasterWeightsArg;
 use crate::{Format, units};
 
 /// Largest batch that advice looks for.
@@ -67,6 +68,11 @@ fn refuse_native_options(args: &PlanArgs) -> Result<(), Stop> {
         ("--price", args.price.is_some(), "this plan has no seconds"),
         ("--recompute", recompute, "layers are recomputed whole: --gradient-checkpointing"),
         ("--optimizer-in-backward", recipe.optimizer_in_backward, "the stack has no such step"),
+        (
+            "--master-weights",
+            recipe.master_weights != MasterWeightsArg::None,
+            "--weights-dtype f32 is how it has float32 weights",
+        ),
         ("--loss-rows", recipe.loss_rows.is_some(), "--liger has rows of its own"),
         ("--quant-head", recipe.quant.quant_head, "bitsandbytes leaves the head as it is"),
     ];

@@ -5,7 +5,7 @@ use std::time::Instant;
 use clap::Args;
 use plimsoll_arch::Architecture;
 use plimsoll_plan::{PlanReport, gpu, gpu_names};
-use plimsoll_program::{Lora, Method, Optimizer, Recipe};
+use plimsoll_program::{Lora, MasterWeights, Method, Optimizer, Recipe};
 use plimsoll_search::{Candidate, Fixed, Found, Lever, Space, first_lever, search};
 use serde_json::Value;
 
@@ -264,6 +264,14 @@ fn optimizer_name(recipe: &Recipe) -> &'static str {
     }
 }
 
+/// The master weights that all recipes of a search have, behind a comma.
+fn masters_name(recipe: &Recipe) -> String {
+    match recipe.master_weights {
+        MasterWeights::None => String::new(),
+        masters => format!(", {} master weights", masters.name()),
+    }
+}
+
 /// What is not on the device, for the end of a list in words.
 fn moved_name(recipe: &Recipe) -> String {
     match (&recipe.offload, recipe.sharding.ranks) {
@@ -288,6 +296,7 @@ fn table(
         Some(tokens) => format!("{} tokens at seq {}", units::count(tokens), base.seq),
         None => format!("seq {}", base.seq),
     };
+    text.push_str(&masters_name(base));
     let ranks = base.sharding.ranks;
     if ranks > 1 {
         text.push_str(&format!(", {ranks} GPUs: GiB of each, tokens and USD of all"));
@@ -357,6 +366,9 @@ fn command_line(args: &PlanArgs, candidate: &Candidate, places: &[Place]) -> Str
     match optimizer_name(recipe) {
         "adamw bf16" => words.push("--optimizer adamw --optimizer-dtype bf16".to_owned()),
         name => words.push(format!("--optimizer {name}")),
+    }
+    if !recipe.master_weights.is_none() {
+        words.push(format!("--master-weights {}", recipe.master_weights.name()));
     }
     if recipe.optimizer_in_backward {
         words.push("--optimizer-in-backward --max-grad-norm 0".to_owned());
@@ -431,12 +443,13 @@ fn nothing_fits(
         let Some(least) = smallest else { continue };
         let recipe = &least.recipe;
         text.push_str(&format!(
-            "\n  {}: the smallest ({}, batch {}, recompute {}, {}{}) needs {} of {}",
+            "\n  {}: the smallest ({}, batch {}, recompute {}, {}{}{}) needs {} of {}",
             place.name,
             method_name(recipe),
             recipe.batch,
             recipe.recompute,
             optimizer_name(recipe),
+            masters_name(recipe),
             moved_name(recipe),
             units::bytes(least.bytes()),
             units::bytes(least.report.memory_bytes.unwrap_or(0))

@@ -15,7 +15,7 @@ use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::Planner;
-use crate::recipe_args::MethodArg;
+use crate::recipe_args::{MasterWeightsArg, MethodArg};
 use crate::{Format, interrupt};
 
 #[derive(Debug, Args)]
@@ -186,6 +186,9 @@ fn settings(args: &SweepArgs) -> Value {
         "loss_rows": r.loss_rows,
         "offload": r.offload,
     });
+    if r.master_weights != MasterWeightsArg::None {
+        settings["master_weights"] = r.master_weights.master_weights().name().into();
+    }
     if r.gpus > 1 {
         settings["gpus"] = r.gpus.into();
         settings["zero"] = r.zero.into();

@@ -481,6 +481,9 @@ fn fingerprint(
         "pad": args.data.pad,
         "data": format!("{:016x}", packed.checksum()),
     });
+    if let (false, Some(fields)) = (recipe.master_weights.is_none(), value.as_object_mut()) {
+        fields.insert("master_weights".into(), recipe.master_weights.name().into());
+    }
     if let (Some(lora), Some(fields)) = (&recipe.lora, value.as_object_mut()) {
         fields.insert("lora".into(), json!(lora));
         fields.insert("quant".into(), json!(recipe.quant));

@@ -8,7 +8,7 @@ use plimsoll_quant::{MIN_8BIT_ELEMENTS, STATE_BLOCK};
 use crate::{
     AttentionShape, Class, Home, Method, NESTED_BLOCK, Nested, Op, OpKind, Optimizer, PRODUCTS,
     Phase, Program, QUANT_BLOCK, Quant, QuantizedMatrix, QuantizedPart, Recipe, Section, Shard,
-    Sharding, StepScalars, Target, Tensor, TensorId, View, WeightPart, quantized_name,
+    Sharding, StepScalars, Target, Tensor, TensorId, View, WeightPart, master_name, quantized_name,
     weight_parts,
 };
 
@@ -93,6 +93,8 @@ pub(super) struct Training {
     /// Moments of AdamW, with their scales where they are in eight bits; or the
     /// velocity of gradient descent.
     pub state: Vec<TensorId>,
+    /// The lower half of the float32 master weight, where there is one.
+    pub master: Option<TensorId>,
 }
 
 pub(super) struct Builder<'a> {
@@ -320,7 +322,8 @@ impl<'a> Builder<'a> {
             let dtype = self.recipe.precision;
             let reduced = self.divided(name_of, &shape, dtype, Class::Gradient, shard);
             let state = self.optimizer_state(&name, &shape);
-            self.training.push(Some(Training { gradient: reduced, reduced, state }));
+            let master = self.master(&name, &shape);
+            self.training.push(Some(Training { gradient: reduced, reduced, state, master }));
         }
         model
     }
@@ -400,6 +403,19 @@ impl<'a> Builder<'a> {
             state.push(self.resident_divided(name, shape, dtype, class, shard));
         }
         state
+    }
+
+    /// The lower half of a master weight, divided as the moments are. Zero, as all state
+    /// starts, is that of a weight that is its own master.
+    fn master(&mut self, name: &str, shape: &[usize]) -> Option<TensorId> {
+        if self.recipe.master_weights.is_none() {
+            return None;
+        }
+        let ranks = self.recipe.sharding.ranks;
+        let part = self.recipe.sharding.part(shape);
+        let shard = part.map_or(Shard::Whole, |part| Shard::Part { ranks, part });
+        let (name, class) = (master_name(name), Class::OptimizerState);
+        Some(self.resident_divided(name, shape, DType::I16, class, shard))
     }
 
     /// The parameters alone.

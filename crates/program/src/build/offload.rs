@@ -11,6 +11,7 @@ use plimsoll_quant::STATE_BLOCK;
 
 use super::activations;
 use super::builder::Builder;
+use crate::op::SCALES;
 use crate::{
     Access, Class, Home, Op, OpKind, Phase, Program, Recipe, Section, Shard, Tensor, TensorId, View,
 };
@@ -216,8 +217,8 @@ pub(super) fn whole(program: &Program, tensor: TensorId) -> View {
 
 /// Staging tensors for pieces of state of one form, in a ring.
 struct Ring {
-    /// Types of the state's tensors.
-    form: Vec<DType>,
+    /// Types of the state's tensors, and whether they are scales of blocks.
+    form: Vec<(DType, bool)>,
     slots: Vec<Vec<TensorId>>,
 }
 
@@ -239,6 +240,9 @@ fn sliced(program: &Program, param: View) -> View {
     }
 }
 
+/// A tensor of an update's state, and whether it holds scales of blocks.
+type StateView = (View, bool);
+
 /// Moves the state of matrices to host memory; that of norms and biases, a few
 /// thousandths of all, stays. So does the embedding's where updates run inside
 /// backward and memory does not matter most: its gradient is complete last, and
@@ -252,10 +256,12 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
         let (param, _, state) = op.kind.update_operands()?;
         let t = program.tensor(param.tensor);
         let stays = t.shape.len() < 2 || (keep_embedding && t.name == "embed_tokens");
-        let state: Vec<View> = state.into_iter().flatten().collect();
+        let state = state.into_iter().enumerate();
+        let state: Vec<StateView> =
+            state.filter_map(|(n, view)| Some((view?, SCALES.contains(&n)))).collect();
         (!stays && !state.is_empty()).then(|| (sliced(program, param), state))
     };
-    let updates: Vec<(usize, View, Vec<View>)> = program
+    let updates: Vec<(usize, View, Vec<StateView>)> = program
         .ops
         .iter()
         .enumerate()
@@ -266,7 +272,8 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
     let mut rings: Vec<Ring> = Vec::new();
     let mut pieces: Vec<Piece> = Vec::new();
     for (op, param, state) in &updates {
-        let form: Vec<DType> = state.iter().map(|v| program.tensor(v.tensor).dtype).collect();
+        let dtype = |view: &View| program.tensor(view.tensor).dtype;
+        let form: Vec<_> = state.iter().map(|(view, scales)| (dtype(view), *scales)).collect();
         let ring = rings.iter().position(|r| r.form == form).unwrap_or_else(|| {
             rings.push(Ring { form, slots: Vec::new() });
             rings.len() - 1
@@ -274,7 +281,7 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
         for rows in row_pieces(param, most) {
             pieces.push(Piece { op: *op, rows, ring });
         }
-        for view in state {
+        for (view, _) in state {
             program.tensors[view.tensor.index()].home = Home::Host;
         }
     }
@@ -285,8 +292,8 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
         let layers = STATE_LAYERS.min(arch.num_hidden_layers);
         let count = (layers * mine().count()).div_ceil(arch.num_hidden_layers).max(4);
         for slot in 0..count.min(mine().count()) {
-            let tensors = ring.form.clone().into_iter().enumerate().map(|(part, dtype)| {
-                let scales = part >= 2;
+            let form = ring.form.clone().into_iter().enumerate();
+            let tensors = form.map(|(part, (dtype, scales))| {
                 let cols = if scales { largest.div_ceil(STATE_BLOCK) } else { largest };
                 let name = format!("staging.{slot}.state.{n}.{part}");
                 staging(&mut program, name, vec![1, cols], dtype, Shard::Whole)
@@ -302,13 +309,9 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
         let mut queues: Vec<Vec<Staged>> = rings.iter().map(|_| Vec::new()).collect();
         for piece in mine {
             let queue = &mut queues[piece.ring];
-            let slots = &rings[piece.ring].slots;
-            queue.push(Staged::new(
-                &program,
-                &old[piece.op],
-                piece,
-                &slots[queue.len() % slots.len()],
-            ));
+            let ring = &rings[piece.ring];
+            let slot = queue.len() % ring.slots.len();
+            queue.push(Staged::new(&program, &old[piece.op], piece, ring, slot));
         }
         let first_loads: Vec<Op> = queues
             .iter()
@@ -374,7 +377,7 @@ struct Staged {
 }
 
 impl Staged {
-    fn new(program: &Program, op: &Op, piece: &Piece, slot: &[TensorId]) -> Staged {
+    fn new(program: &Program, op: &Op, piece: &Piece, ring: &Ring, slot: usize) -> Staged {
         let rows = piece.rows.len();
         let mut update = op.clone();
         let mut state = Vec::new();
@@ -402,9 +405,10 @@ impl Staged {
                 // Parameter and gradient are where they were.
                 0 | 1 => cut(view, false),
                 n => {
-                    let host = cut(view, n >= 4);
-                    let here =
-                        View { rows: 1, cols: host.elements(), ..whole(program, slot[n - 2]) };
+                    let (_, scales) = ring.form[n - 2];
+                    let host = cut(view, scales);
+                    let here = whole(program, ring.slots[slot][n - 2]);
+                    let here = View { rows: 1, cols: host.elements(), ..here };
                     state.push((host, here));
                     here
                 }

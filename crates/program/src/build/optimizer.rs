@@ -64,6 +64,7 @@ fn update(b: &mut Builder, param: Param) {
     let Some(training) = b.training(param) else { return };
     let (param, grad, stream) = (b.view(param.value), b.view(training.reduced), param.index as u32);
     let state: Vec<View> = training.state.iter().map(|t| b.view(*t)).collect();
+    let master = training.master.map(|t| b.view(t));
     let (step, norm) = (b.inputs.step, b.recipe.max_grad_norm.map(|_| b.grad_norm));
     let kind = match (b.recipe.optimizer, &*state) {
         (Optimizer::AdamW8bit(o), &[m, v, m_absmax, v_absmax]) => OpKind::AdamW8bit {
@@ -73,6 +74,7 @@ fn update(b: &mut Builder, param: Param) {
             v,
             m_absmax,
             v_absmax,
+            master,
             step,
             norm,
             beta1: o.beta1,
@@ -90,6 +92,7 @@ fn update(b: &mut Builder, param: Param) {
             grad,
             m: state[0],
             v: state[1],
+            master,
             step,
             norm,
             beta1,
@@ -102,6 +105,7 @@ fn update(b: &mut Builder, param: Param) {
             param,
             grad,
             velocity: state.first().copied(),
+            master,
             step,
             norm,
             momentum: o.momentum,
