@@ -601,7 +601,7 @@ impl Memory<'_> {
         let bytes = |view: &View| {
             let t = self.program.tensor(view.tensor);
             let size = t.dtype.bytes();
-            let at = self.layout.offset(view.tensor) + (view.first() * size) as u64;
+            let at = self.layout.offset(view.tensor) + (t.begin(view, self.rank) * size) as u64;
             // SAFETY: as in `all`; source and target lie in different slabs.
             unsafe { self.slabs.of(t.home).slice::<u8>(at, view.elements() * size) }
         };
@@ -645,6 +645,9 @@ impl Memory<'_> {
     }
 
     fn update<P: Elem + bytemuck::Pod>(&self, op: &OpKind) {
+        let Some(place) = op.updated_parameter() else { unreachable!("called for optimizers") };
+        // A piece of the last rank's part may be longer than what is left of it.
+        let n = self.program.tensor(place.tensor).updated(&place, self.rank).len();
         match op {
             OpKind::AdamW {
                 param,
@@ -658,6 +661,7 @@ impl Memory<'_> {
                 eps,
                 weight_decay,
                 stream,
+                ..
             } => {
                 let scalars = self.scalars(*step);
                 let hyper = kernels::AdamW {
@@ -670,10 +674,9 @@ impl Memory<'_> {
                     bias_correction2: scalars.bias_correction2,
                     grad_scale: self.clip(*norm),
                 };
-                let rounding = self.rounding(&scalars, *stream, param);
+                let rounding = self.rounding(&scalars, *stream, &place);
                 let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
-                // A piece of the last rank's part may be longer than what is left of it.
-                let n = p.len();
+                let (p, g) = (&mut p[..n], &g[..n]);
                 with_elem!(self.dtype(m.tensor), S, {
                     let (m, v) = (self.updated::<S>(m), self.updated::<S>(v));
                     kernels::adamw(p, g, &mut m[..n], &mut v[..n], &hyper, rounding);
@@ -693,6 +696,7 @@ impl Memory<'_> {
                 eps,
                 weight_decay,
                 stream,
+                ..
             } => {
                 let scalars = self.scalars(*step);
                 let hyper = AdamW8bit {
@@ -706,25 +710,28 @@ impl Memory<'_> {
                     grad_scale: self.clip(*norm),
                 };
                 let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
-                let (n, blocks) = (p.len(), p.len().div_ceil(STATE_BLOCK));
+                let (p, g, blocks) = (&mut p[..n], &g[..n], n.div_ceil(STATE_BLOCK));
                 let state = State8bit {
                     m: &mut self.updated(m)[..n],
                     v: &mut self.updated(v)[..n],
                     m_absmax: &mut self.updated(m_absmax)[..blocks],
                     v_absmax: &mut self.updated(v_absmax)[..blocks],
                 };
-                let rounding = self.rounding(&scalars, *stream, param);
+                let rounding = self.rounding(&scalars, *stream, &place);
                 kernels::adamw8bit(p, g, state, &hyper, rounding);
             }
-            OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream } => {
+            OpKind::Sgd {
+                param, grad, velocity, step, norm, momentum, weight_decay, stream, ..
+            } => {
                 let scalars = self.scalars(*step);
                 let rates = (scalars.learning_rate, *weight_decay, self.clip(*norm));
-                let rounding = self.rounding(&scalars, *stream, param);
+                let rounding = self.rounding(&scalars, *stream, &place);
                 let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
+                let (p, g) = (&mut p[..n], &g[..n]);
                 let dtype = velocity.map_or(DType::F32, |v| self.dtype(v.tensor));
                 with_elem!(dtype, S, {
                     // A velocity starts at zero, so the first step needs no case of its own.
-                    let state = |v: View| &mut self.updated::<S>(&v)[..p.len()];
+                    let state = |v: View| &mut self.updated::<S>(&v)[..n];
                     let velocity = velocity.map(|v| (state(v), *momentum, false));
                     kernels::sgd(p, g, velocity, rates, rounding);
                 });

@@ -249,7 +249,7 @@ impl CudaDevice {
         section: usize,
     ) -> Result<Launcher<'a>, CudaError> {
         let ops = &program.ops[program.sections[section].ops.clone()];
-        let used = |lane: Lane| ops.iter().any(|op| op.kind.lane() == lane);
+        let used = |lane: Lane| ops.iter().any(|op| program.lane(&op.kind) == lane);
         Ok(Launcher {
             lanes: self.streams.of(&self.context, used)?,
             context: &self.context,
@@ -348,7 +348,7 @@ impl CudaDevice {
         let waits = Waits::new(program, launcher.layout);
         let mut at = ops.start;
         while at < ops.end {
-            let apart = program.ops[at].kind.lane() == Lane::Communication;
+            let apart = program.lane(&program.ops[at].kind) == Lane::Communication;
             if apart {
                 self.wait()?;
                 self.meet()?;

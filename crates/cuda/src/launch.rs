@@ -105,7 +105,8 @@ impl Launcher<'_> {
     }
 
     pub fn view(&self, view: &View) -> u64 {
-        self.at(view.tensor) + (view.first() * self.dtype(view.tensor).bytes()) as u64
+        let t = self.program.tensor(view.tensor);
+        self.at(view.tensor) + (t.begin(view, self.rank) * t.dtype.bytes()) as u64
     }
 
     fn bytes(&self, view: &View) -> usize {

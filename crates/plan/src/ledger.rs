@@ -151,7 +151,7 @@ fn communication(
     let mut bytes = 0.0;
     for section in &program.sections {
         let ops = &program.ops[section.ops.clone()];
-        let collectives = ops.iter().filter(|op| op.kind.lane() == Lane::Communication);
+        let collectives = ops.iter().filter(|op| program.lane(&op.kind) == Lane::Communication);
         bytes += section.repeat as f64 * collectives.map(|op| program.work(op).bytes).sum::<f64>();
     }
     Communication {
@@ -241,7 +241,7 @@ pub fn plan_reports(
             | OpKind::Sgd { stream, .. } => *stream,
             _ => continue,
         };
-        if let Some((param, ..)) = op.kind.update_operands()
+        if let Some(param) = op.kind.updated_parameter()
             && updated.insert(stream)
         {
             trainable += program.tensor(param.tensor).elements() as u64;

@@ -130,7 +130,7 @@ fn time_ops(
             let memory_bound = work.bytes / device.copy_bytes_per_second > arithmetic;
             // One launch is shared out by the bytes that each op moves.
             let share = if total > 0.0 { work.bytes / total } else { 1.0 / count as f64 };
-            let lane = op.kind.lane();
+            let lane = program.lane(&op.kind);
             ops.push(OpTime { seconds: seconds * share, memory_bound, lane, start: 0.0 });
         }
         at += count;

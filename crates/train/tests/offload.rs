@@ -8,7 +8,7 @@ use plimsoll_model::{init_adapter, init_state, init_weights};
 use plimsoll_plan::{Device, lay_out};
 use plimsoll_program::{
     AdamW, AdamW8bit, Class, Codebook, Home, Lane, Lora, Offload, Optimizer, Program, Quant,
-    Recipe, RecomputePlan, Sgd, TensorId,
+    Recipe, RecomputePlan, Sgd, TensorId, UpdateOn,
 };
 use plimsoll_train::{EarlyStop, MicroBatch, ModelFiles, Session, TrainPlan, TrainerState};
 
@@ -153,7 +153,7 @@ fn recipe(precision: DType, optimizer: Optimizer, fused: bool, recompute: &str) 
 }
 
 fn copies(program: &Program, lane: Lane) -> usize {
-    program.ops.iter().filter(|op| op.kind.lane() == lane).count()
+    program.ops.iter().filter(|op| program.lane(&op.kind) == lane).count()
 }
 
 #[test]
@@ -167,11 +167,17 @@ fn training_is_the_same_to_the_bit() {
             let plain = recipe(precision, optimizer, fused, recompute);
             let mut reference = Run::new(&arch, &plain);
             let (losses, state) = (reference.steps(0..3), reference.state());
-            for offload in
-                [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS]
-            {
-                let what = format!("{name}, in backward {fused}, {recompute}, {offload}");
-                let mut run = Run::new(&arch, &Recipe { offload, ..plain.clone() });
+            let offloads =
+                [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS];
+            let places = [UpdateOn::Device, UpdateOn::Host];
+            let all = offloads.iter().flat_map(|o| places.map(|update_on| (o.clone(), update_on)));
+            for (offload, update_on) in all {
+                let what = format!(
+                    "{name}, in backward {fused}, {recompute}, {offload}, on {update_on:?}"
+                );
+                let mut run = Run::new(&arch, &Recipe { offload, update_on, ..plain.clone() });
+                let on_host = copies(&run.plan.train, Lane::Host);
+                assert_eq!(on_host > 20, update_on == UpdateOn::Host, "{what}: {on_host}");
                 assert!(copies(&run.plan.train, Lane::HostToDevice) > 20, "{what}");
                 assert!(copies(&run.plan.train, Lane::DeviceToHost) > 20, "{what}");
                 assert!(run.plan.slabs().host > 0, "{what}");
@@ -312,7 +318,7 @@ fn the_device_holds_what_is_in_use() {
     assert!(activations.host > optimizer.host);
     // Large copies: nothing of the state below 8 MiB.
     let program = plan(Offload::OPTIMIZER).train;
-    for op in program.ops.iter().filter(|op| op.kind.lane() == Lane::HostToDevice) {
+    for op in program.ops.iter().filter(|op| program.lane(&op.kind) == Lane::HostToDevice) {
         let bytes = program.work(op).bytes;
         assert!(bytes >= f64::from(16 << 20), "{bytes}");
     }

@@ -5,7 +5,7 @@ use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_model::init_adapter;
 use plimsoll_plan::{Device, Taken};
 use plimsoll_program::{
-    AdamW, AdamW8bit, Class, Codebook, Lane, Lora, Method, Offload, Optimizer, Quant, Recipe,
+    AdamW, AdamW8bit, Class, Codebook, Lane, Lora, Method, Offload, Op, Optimizer, Quant, Recipe,
     RecomputePlan, Sgd, TensorId, build,
 };
 
@@ -143,7 +143,8 @@ pub fn check(report: &mut Report) {
 /// Host memory is what was planned.
 fn memory(report: &mut Report, what: &str, bench: &mut Bench<CudaDevice>) {
     let taken = taken(&mut bench.device);
-    let copies = bench.program.ops.iter().filter(|op| op.kind.lane() != Lane::Compute).count();
+    let apart = |op: &&Op| bench.program.lane(&op.kind) != Lane::Compute;
+    let copies = bench.program.ops.iter().filter(apart).count();
     let planned = bench.layout.host_bytes;
     println!("  {copies} copies; host {planned} bytes planned, {} resident", taken.host);
     // Pages, and the stacks of the threads that touch them.
