@@ -112,6 +112,7 @@ pub fn calibrate(
         attention,
         streams,
         peers: None,
+        host: None,
         check: Some(check),
     };
     profile.settled().map_err(|(field, what)| CalibrateError::Figure { field, what })

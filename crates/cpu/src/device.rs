@@ -35,9 +35,9 @@ pub struct CpuDevice {
 }
 
 /// The memory of both homes: here they are alike.
-struct Slabs {
-    device: Slab,
-    host: Slab,
+pub(crate) struct Slabs {
+    pub device: Slab,
+    pub host: Slab,
 }
 
 impl Slabs {
@@ -163,11 +163,11 @@ fn memory<'a, 'g>(
 }
 
 /// The tensors of one program, as slices of the slabs.
-struct Memory<'a> {
-    slabs: &'a Slabs,
-    program: &'a Program,
-    layout: &'a Layout,
-    rank: usize,
+pub(crate) struct Memory<'a> {
+    pub slabs: &'a Slabs,
+    pub program: &'a Program,
+    pub layout: &'a Layout,
+    pub rank: usize,
 }
 
 /// Calls `$body` with `$E` as the element type of the tensor.
@@ -249,7 +249,7 @@ impl<'a> Memory<'a> {
         norm.map_or(1.0, |n| self.all::<f32>(n)[1])
     }
 
-    fn run(&self, op: &Op) {
+    pub(crate) fn run(&self, op: &Op) {
         let ws: &mut [f32] = match op.workspace {
             Some(w) => bytemuck::cast_slice_mut(self.all::<u8>(w)),
             None => &mut [],

@@ -72,6 +72,7 @@ pub fn cpu_profile(threads: usize, memory_bytes: u64) -> DeviceProfile {
         attention: PerType { bf16: attention(DType::Bf16), f32: attention(DType::F32) },
         streams: PerType { bf16: BTreeMap::new(), f32: BTreeMap::new() },
         peers: None,
+        host: None,
         check: None,
     };
     profile.settled().unwrap_or_else(|(field, what)| unreachable!("{field} {what} of a guess"))

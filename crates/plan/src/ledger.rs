@@ -56,6 +56,9 @@ pub struct PlanReport {
     pub device: String,
     /// Where its figures come from.
     pub device_source: String,
+    /// Where updates run on state that is offloaded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub updates: Option<Updates>,
     /// What the step costs, where a price is known.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub cost: Option<Cost>,
@@ -89,6 +92,22 @@ pub struct Communication {
     pub transport_bytes: u64,
     /// Where the rates of the links come from.
     pub source: String,
+}
+
+/// Where updates run whose state is in host memory, and what was compared: seconds of a
+/// step, of what was planned.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Updates {
+    /// `cpu` or `gpu`.
+    pub on: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_step_seconds: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu_step_seconds: Option<f64>,
+    /// Cores and bytes a second of the host, for all ranks on it, and who says so.
+    pub host_cores: f64,
+    pub host_bytes_per_second: f64,
+    pub host_source: String,
 }
 
 /// Money, in US dollars.

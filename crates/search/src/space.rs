@@ -3,7 +3,7 @@
 use plimsoll_arch::DType;
 use plimsoll_program::{
     AdamW, AdamW8bit, Codebook, Lora, Method, Offload, Optimizer, Quant, Recipe, Recompute,
-    RecomputePlan, Sharding,
+    RecomputePlan, Sharding, UpdateOn,
 };
 
 /// What the user has decided, and is not to be searched.
@@ -166,6 +166,9 @@ fn moved(recipe: &Recipe, fixed: Fixed) -> Vec<Recipe> {
             };
             let offloads = OFFLOADS.into_iter();
             out.extend(offloads.map(|offload| Recipe { offload, ..fused.clone() }));
+            let update_on = UpdateOn::Host;
+            let on_host = [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS].into_iter();
+            out.extend(on_host.map(|offload| Recipe { offload, update_on, ..fused.clone() }));
         }
     }
     out
@@ -227,9 +230,9 @@ mod tests {
         let lora = Lora::default();
         let all = Space::of(&base, &lora, 8, Fixed::default());
         // Full: 3 optimizers, twice; LoRA and QLoRA: one; 13 recompute plans. Two
-        // optimizers with two offloads at two levels, one at one and that of activations at
-        // five; for adapters the latter.
-        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (2 * 2 + 1 + 5) + 2 * 5);
+        // optimizers with two offloads and two places of updates at two levels, one at one
+        // and that of activations at five; for adapters the latter.
+        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (2 * 2 * 2 + 1 + 5) + 2 * 5);
         assert!(all.size() > 10_000);
         assert!(all.lines.iter().all(|r| r.batch == 1));
         assert!(all.lines.iter().all(|r| !r.optimizer_in_backward || r.max_grad_norm.is_none()));

@@ -259,17 +259,20 @@ fn a_run_goes_on_with_another_offload() {
     reference.steps(0..2);
     let expected = (reference.steps(2..4), reference.state());
     let all = [
-        Offload::NONE,
-        Offload::OPTIMIZER,
-        Offload::OPTIMIZER_WEIGHTS,
-        Offload::OPTIMIZER_ACTIVATIONS,
-        Offload::ACTIVATIONS,
+        (Offload::NONE, UpdateOn::Device),
+        (Offload::OPTIMIZER, UpdateOn::Device),
+        (Offload::OPTIMIZER_WEIGHTS, UpdateOn::Host),
+        (Offload::OPTIMIZER_ACTIVATIONS, UpdateOn::Device),
+        (Offload::OPTIMIZER, UpdateOn::Host),
+        (Offload::ACTIVATIONS, UpdateOn::Device),
     ];
-    for (n, offload) in all.iter().cloned().enumerate() {
-        let before = all[(n + 1) % all.len()].clone();
-        let what = format!("{offload} after {before}");
-        let out = folder(&offload.to_string());
-        let mut first = Run::new(&arch, &Recipe { offload: before, ..plain.clone() });
+    for (n, (offload, update_on)) in all.iter().cloned().enumerate() {
+        let (before, update_before) = all[(n + 1) % all.len()].clone();
+        let what =
+            format!("{offload} on {update_on:?} after {before} on {update_before:?}");
+        let out = folder(&format!("{n}"));
+        let first = Recipe { offload: before, update_on: update_before, ..plain.clone() };
+        let mut first = Run::new(&arch, &first);
         first.steps(0..2);
         let state = TrainerState {
             step: 2,
@@ -282,7 +285,7 @@ fn a_run_goes_on_with_another_offload() {
         };
         let files = ModelFiles::default();
         let path = first.session().save_checkpoint(&out, &state, &files, 1).unwrap();
-        let mut second = Run::new(&arch, &Recipe { offload, ..plain.clone() });
+        let mut second = Run::new(&arch, &Recipe { offload, update_on, ..plain.clone() });
         second.session().load_checkpoint(&path, &state.fingerprint).unwrap();
         let seen = (second.steps(2..4), second.state());
         assert!(seen == expected, "{what}");

@@ -209,14 +209,18 @@ fn visits(
     update_on: UpdateOn,
 ) -> Vec<Vec<Visit>> {
     let mut slots: Vec<Vec<Visit>> = group.slots.iter().map(|_| Vec::new()).collect();
+    // What the last guest of a slot is a copy of was updated at home: it comes again.
+    let mut changed = vec![false; slots.len()];
     for at in section.ops.clone() {
         program.ops[at].kind.for_each_operand(|tensor, access| {
             let Some(slot) = group.slot(tensor) else { return };
+            let visits = &mut slots[slot];
             if changes_at_home(&program.ops[at], tensor, update_on) {
+                changed[slot] |= visits.last().is_some_and(|v| v.tensor == tensor);
                 return;
             }
-            let visits = &mut slots[slot];
-            if visits.last().is_none_or(|v| v.tensor != tensor) {
+            if visits.last().is_none_or(|v| v.tensor != tensor || changed[slot]) {
+                changed[slot] = false;
                 let loaded = access != Access::Write;
                 visits.push(Visit { tensor, first: at, last: at, loaded, last_write: None });
             }
