@@ -69,12 +69,8 @@ fn adamw8bit_line<P: Elem>(name: &str, n: usize, runs: usize) {
     let blocks = n.div_ceil(256);
     let (mut m_absmax, mut v_absmax) = (vec![0.0f32; blocks], vec![0.0f32; blocks]);
     line(name, n, 3 * size_of::<P>() + 4, runs, || {
-        let state = State8bit {
-            m: &mut m,
-            v: &mut v,
-            m_absmax: &mut m_absmax,
-            v_absmax: &mut v_absmax,
-        };
+        let state =
+            State8bit { m: &mut m, v: &mut v, m_absmax: &mut m_absmax, v_absmax: &mut v_absmax };
         adamw8bit(&mut param, &grad, state, &hyper, Rounding::new(1));
     });
 }

@@ -721,7 +721,15 @@ impl Memory<'_> {
                 kernels::adamw8bit(p, g, state, &hyper, rounding);
             }
             OpKind::Sgd {
-                param, grad, velocity, step, norm, momentum, weight_decay, stream, ..
+                param,
+                grad,
+                velocity,
+                step,
+                norm,
+                momentum,
+                weight_decay,
+                stream,
+                ..
             } => {
                 let scalars = self.scalars(*step);
                 let rates = (scalars.learning_rate, *weight_decay, self.clip(*norm));

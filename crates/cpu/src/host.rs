@@ -37,7 +37,10 @@ impl HostOps {
     ) -> HostOps {
         // SAFETY: the caller's word for the host's slab; nothing is ever in the other.
         let slabs = unsafe {
-            Slabs { device: Slab::lent(std::ptr::dangling_mut::<u64>().cast(), 0), host: Slab::lent(base, len) }
+            Slabs {
+                device: Slab::lent(std::ptr::dangling_mut::<u64>().cast(), 0),
+                host: Slab::lent(base, len),
+            }
         };
         HostOps { program: program.clone(), layout: layout.clone(), slabs, rank, pool }
     }
@@ -92,9 +95,8 @@ mod tests {
         let mut memory = vec![0u64; layout.host_bytes.div_ceil(8) as usize];
         let base: *mut u8 = memory.as_mut_ptr().cast();
         let pool = Arc::new(Pool::new(2).unwrap());
-        let ops = |len| unsafe {
-            HostOps::new(&program, &layout, (base, len), 0, Arc::clone(&pool))
-        };
+        let ops =
+            |len| unsafe { HostOps::new(&program, &layout, (base, len), 0, Arc::clone(&pool)) };
         let all = ops(layout.host_bytes as usize);
         let on_host = |op: &Op| program.lane(&op.kind) == Lane::Host;
         let update = program.ops.iter().position(on_host).unwrap();

@@ -166,7 +166,9 @@ fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
             let update = Update { param, grad, m: Some(m), v: Some(v), weight_decay, stream };
             Some((Shared { kernel, betas: [beta1, beta2, eps], step, norm }, update))
         }
-        OpKind::Sgd { param, grad, velocity, step, norm, momentum, weight_decay, stream, .. } => {
+        OpKind::Sgd {
+            param, grad, velocity, step, norm, momentum, weight_decay, stream, ..
+        } => {
             let kernel = name("sgd", param, velocity.map_or(DType::F32, |v| l.dtype(v.tensor)));
             let update = Update { param, grad, m: velocity, v: None, weight_decay, stream };
             Some((Shared { kernel, betas: [momentum, 0.0, 0.0], step, norm }, update))

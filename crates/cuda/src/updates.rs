@@ -99,9 +99,9 @@ impl HostCalls {
     /// Puts the call of op `at` on a stream.
     pub fn launch(&self, at: usize, stream: sys::CUstream) -> Result<(), CudaError> {
         let found = self.0.binary_search_by_key(&at, |call| call.at);
-        let call = found.map(|n| &self.0[n]).map_err(|_| CudaError::Host {
-            what: format!("op {at} was not prepared"),
-        })?;
+        let call = found
+            .map(|n| &self.0[n])
+            .map_err(|_| CudaError::Host { what: format!("op {at} was not prepared") })?;
         let data = std::ptr::from_ref(call).cast_mut().cast::<c_void>();
         cuda!(cuLaunchHostFunc(stream, Some(run), data))
     }

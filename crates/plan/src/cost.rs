@@ -125,7 +125,8 @@ impl DeviceProfile {
                     + view_bytes(from) / self.shared(self.to_device_bytes_per_second)
             }
             OpKind::ToHost { from, .. } => {
-                1e-6 * self.launch_us + view_bytes(from) / self.shared(self.to_host_bytes_per_second)
+                1e-6 * self.launch_us
+                    + view_bytes(from) / self.shared(self.to_host_bytes_per_second)
             }
             OpKind::Hold { .. } => 0.0,
             kind if program.lane(kind) == Lane::Host && self.kind == DeviceKind::Cuda => {

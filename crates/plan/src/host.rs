@@ -44,7 +44,7 @@ struct Machine {
 const HOPPER: Machine = Machine {
     cores: 16.0,
     rate: 75.0,
-    source: "default: 16 cores and 75 GB/s a GPU, measured beside two H200",
+    source: "default: 16 cores and 75 GB/s a GPU, measured beside two H200 (one alone: two shares)",
 };
 /// As a DGX A100 has them: two sockets with eight channels of DDR4-3200 each (410 GB/s)
 /// and 128 cores for eight GPUs; four fifths of the channels' rate are reached.
@@ -52,7 +52,7 @@ const SERVER: Machine = Machine {
     cores: 16.0,
     rate: 41.0,
     source: "default: a guess of 16 cores and 41 GB/s a GPU, an eighth of a server with two \
-             sockets of eight DDR4-3200 channels",
+             sockets of eight DDR4-3200 channels (one alone: two shares)",
 };
 /// Two channels of DDR5-5600 (90 GB/s) for one or two GPUs, likewise.
 const DESKTOP: Machine = Machine {
@@ -67,10 +67,10 @@ const SHARES_OF_ONE: usize = 2;
 /// Nanoseconds of one core for an element of an update, with all operands in memory that
 /// no cache holds: `examples/optimizer.rs` of `plimsoll-cpu` with one thread, an EPYC core
 /// with AVX2 or better.
-const ADAMW_NS: f64 = 2.0;
-const ADAMW_BF16_STATE_NS: f64 = 2.0;
-const ADAMW_8BIT_NS: f64 = 3.0;
-const SGD_NS: f64 = 1.5;
+const ADAMW_NS: f64 = 1.0;
+const ADAMW_BF16_STATE_NS: f64 = 1.5;
+const ADAMW_8BIT_NS: f64 = 4.5;
+const SGD_NS: f64 = 1.0;
 
 /// Seconds until a stream has called a function on the host and its threads are awake.
 const CALL_SECONDS: f64 = 30e-6;
@@ -109,12 +109,9 @@ impl Host {
     /// or writes it: the copies that bring and fetch it.
     pub fn update_seconds(&self, program: &Program, op: &Op) -> f64 {
         let Some((param, grad, state)) = op.kind.update_operands() else { return 0.0 };
-        let bytes = |view: &View| {
-            (view.elements() * program.tensor(view.tensor).dtype.bytes()) as f64
-        };
-        let staged = |view: &View| {
-            program.tensor(view.tensor).class == Class::Staging
-        };
+        let bytes =
+            |view: &View| (view.elements() * program.tensor(view.tensor).dtype.bytes()) as f64;
+        let staged = |view: &View| program.tensor(view.tensor).class == Class::Staging;
         let mut moved = program.work(op).bytes;
         moved += if staged(&param) { 2.0 * bytes(&param) } else { 0.0 };
         moved += if staged(&grad) { bytes(&grad) } else { 0.0 };

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::schedule::schedule_with;
-use crate::{DeviceProfile, Layout, Peers, Schedule, Transport, Waits};
+use crate::{DeviceKind, DeviceProfile, Layout, Peers, Schedule, Transport, Waits};
 
 /// A tensor that is alive at the peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -100,6 +100,9 @@ pub struct Communication {
 pub struct Updates {
     /// `cpu` or `gpu`.
     pub on: &'static str,
+    /// What `gpu` is: on the CPU device both are the same cores.
+    #[serde(skip)]
+    pub device: DeviceKind,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_step_seconds: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]

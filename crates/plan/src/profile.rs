@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use plimsoll_arch::DType;
 use serde::{Deserialize, Serialize};
 
-use crate::{Host, Peers};
 use crate::interpolate::{interpolate, make_monotone};
+use crate::{Host, Peers};
 
 /// The version of the file's layout.
 pub const PROFILE_FORMAT: u32 = 1;

@@ -65,14 +65,7 @@ impl Planner {
                 Box::new(CpuTarget { threads: device.threads.unwrap_or_else(crate::threads) })
             }
         };
-        Planner {
-            device,
-            target,
-            memory,
-            host_memory: None,
-            is_here: false,
-            document_tokens: None,
-        }
+        Planner { device, target, memory, host_memory: None, is_here: false, document_tokens: None }
     }
 
     /// The device that a command runs on, with all its memory or less.
@@ -198,7 +191,9 @@ impl Planner {
         for update_on in places {
             let recipe = Recipe { update_on, ..recipe.clone() };
             // Without state nothing can be moved.
-            if update_on == UpdateOn::Host && args.update_on_is_auto() && recipe.check(arch).is_err()
+            if update_on == UpdateOn::Host
+                && args.update_on_is_auto()
+                && recipe.check(arch).is_err()
             {
                 continue;
             }
@@ -229,6 +224,7 @@ impl Planner {
             },
             gpu_step_seconds: seconds[UpdateOn::Device as usize],
             cpu_step_seconds: seconds[UpdateOn::Host as usize],
+            device: self.device.kind,
             host_cores: host.cores,
             host_bytes_per_second: host.bytes_per_second,
             host_source: host.source.into_owned(),
@@ -521,23 +517,27 @@ pub struct Settled {
     pub updates: Option<Updates>,
 }
 
-/// Where updates run, in one line; the two steps that were compared beside it.
+/// Where updates run, in one line: the step, and the other one that was compared.
 pub fn updates_line(updates: &Updates) -> String {
-    let named = |on: &str| if on == "cpu" { "host" } else { "GPU" };
-    let steps = |seconds: Option<f64>, on: &str| {
-        seconds.map(|s| format!("{} a step on the {}", units::seconds(s), named(on)))
-    };
-    let (cpu, gpu) = (steps(updates.cpu_step_seconds, "cpu"), steps(updates.gpu_step_seconds, "gpu"));
-    let both = if updates.on == "cpu" { [cpu, gpu] } else { [gpu, cpu] };
-    let both: Vec<String> = both.into_iter().flatten().collect();
-    format!(
-        "updates on the {}: {}; the host has {:.0} cores and {:.0} GB/s ({})",
-        named(updates.on),
-        both.join(", "),
+    let device = if updates.device == DeviceKind::Cuda { "GPU" } else { "device" };
+    let (cpu, gpu) = (("host", updates.cpu_step_seconds), (device, updates.gpu_step_seconds));
+    let (here, there) = if updates.on == "cpu" { (cpu, gpu) } else { (gpu, cpu) };
+    let mut text = format!("updates on the {}", here.0);
+    if let (Some(own), Some(other)) = (here.1, there.1) {
+        text.push_str(&format!(
+            ": {} a step, on the {} {}",
+            units::seconds(own),
+            there.0,
+            units::seconds(other)
+        ));
+    }
+    text.push_str(&format!(
+        "; the host has {:.0} cores and {:.0} GB/s ({})",
         updates.host_cores,
         updates.host_bytes_per_second / 1e9,
         updates.host_source
-    )
+    ));
+    text
 }
 
 /// A program with its addresses and its ledger.

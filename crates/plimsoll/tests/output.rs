@@ -23,7 +23,8 @@ fn updates_go_where_the_step_is_shorter() {
     for (host, on, recipe) in [(fast, "cpu", "host"), (slow, "gpu", "device")] {
         let chosen = json(host);
         let seconds = |plan: &Value, name: &str| plan["updates"][name].as_f64().unwrap();
-        let (cpu, gpu) = (seconds(&chosen, "cpu_step_seconds"), seconds(&chosen, "gpu_step_seconds"));
+        let (cpu, gpu) =
+            (seconds(&chosen, "cpu_step_seconds"), seconds(&chosen, "gpu_step_seconds"));
         assert_eq!(on == "cpu", cpu < gpu, "{chosen}");
         assert_eq!(chosen["updates"]["on"], on);
         assert_eq!(chosen["updates"]["host_source"], "as given");

@@ -21,13 +21,8 @@ pub enum Lane {
 }
 
 impl Lane {
-    pub const ALL: [Lane; 5] = [
-        Lane::Compute,
-        Lane::HostToDevice,
-        Lane::DeviceToHost,
-        Lane::Communication,
-        Lane::Host,
-    ];
+    pub const ALL: [Lane; 5] =
+        [Lane::Compute, Lane::HostToDevice, Lane::DeviceToHost, Lane::Communication, Lane::Host];
 
     pub fn name(self) -> &'static str {
         match self {

@@ -268,8 +268,7 @@ fn a_run_goes_on_with_another_offload() {
     ];
     for (n, (offload, update_on)) in all.iter().cloned().enumerate() {
         let (before, update_before) = all[(n + 1) % all.len()].clone();
-        let what =
-            format!("{offload} on {update_on:?} after {before} on {update_before:?}");
+        let what = format!("{offload} on {update_on:?} after {before} on {update_before:?}");
         let out = folder(&format!("{n}"));
         let first = Recipe { offload: before, update_on: update_before, ..plain.clone() };
         let mut first = Run::new(&arch, &first);

@@ -137,7 +137,8 @@ fn places(args: &PlanArgs, ranks: usize) -> Result<Vec<Place>, Stop> {
         let planner = Planner::gpu(name, args.memory)?;
         let link = args.link.map(|g| g * 1e9);
         let transport = args.recipe.collectives.planned(args.nodes as usize)?;
-        let mut planner = planner.for_ranks(ranks, args.nodes as usize, link, transport)
+        let mut planner = planner
+            .for_ranks(ranks, args.nodes as usize, link, transport)
             .with_host(&args.recipe, args.recipe.gpus);
         planner.document_tokens = args.document_tokens.map(|n| n as f64);
         let listed =

@@ -171,8 +171,9 @@ fn visit(mut program: Program, groups: &[Group], update_on: UpdateOn) -> Program
                         let phase = program.ops[visit.first].phase;
                         let kind = OpKind::ToDevice { from: host, to: here };
                         let before = n.checked_sub(1).map(|n| visits[n].last);
-                        let changed = (sections[section].ops.start..visit.first)
-                            .rfind(|at| changes_at_home(&program.ops[*at], visit.tensor, update_on));
+                        let changed = (sections[section].ops.start..visit.first).rfind(|at| {
+                            changes_at_home(&program.ops[*at], visit.tensor, update_on)
+                        });
                         let list = match before.max(changed) {
                             Some(at) => &mut additions.loads[at],
                             None => &mut additions.start[section],
@@ -465,9 +466,7 @@ pub(super) fn cutter(
     update: &OpKind,
     rows: &std::ops::Range<usize>,
 ) -> impl Fn(View, bool) -> View {
-    let Some((param, ..)) = update.update_operands() else {
-        unreachable!("pieces are of updates")
-    };
+    let Some((param, ..)) = update.update_operands() else { unreachable!("pieces are of updates") };
     let all = sliced(program, param);
     let part = all.rows_at(rows.start, rows.len());
     let (first, elements) = (part.first() - all.first(), part.elements());
