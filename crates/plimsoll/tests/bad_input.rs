@@ -238,7 +238,7 @@ fn options_out_of_range_are_named() {
         let seq = if options.contains("--seq") { "" } else { "--seq 32" };
         plimsoll(&format!("train --model plimsoll-tiny {seq} --out {} {options}", out.display()))
     };
-    let cases: [(&str, &[&str]); 39] = [
+    let cases: [(&str, &[&str]); 45] = [
         ("--batch 0", &["--batch 0"]),
         ("--batch 99999999999", &["--batch 99999999999"]),
         ("--batch -1", &["-1"]),

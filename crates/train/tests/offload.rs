@@ -311,10 +311,23 @@ fn the_device_holds_what_is_in_use() {
     let norms = (2 * arch.num_hidden_layers as u64 + 1) * arch.hidden_size as u64;
     assert_eq!(optimizer.host, 4 * (parameters - embedding - norms));
     assert!(optimizer.device < 30_000_000_000, "{}", optimizer.device);
+    // Updates on the host: no state on the device but the embedding's and the norms'; beside
+    // the state two layers' worth of gradients and weights, in whole pieces.
+    let on_host = |offload| {
+        let recipe = Recipe { offload, update_on: UpdateOn::Host, ..plan(Offload::NONE).recipe };
+        TrainPlan::new(&arch, &recipe, &TARGET).unwrap().slabs()
+    };
+    let updates = on_host(Offload::OPTIMIZER);
+    assert!(updates.device < optimizer.device, "{} {}", updates.device, optimizer.device);
+    let layer = 2 * (parameters - 2 * embedding) / arch.num_hidden_layers as u64;
+    let ring = updates.host - optimizer.host;
+    assert!((4 * layer..5 * layer).contains(&ring), "{ring}, a layer has {layer}");
     let weights = slabs(Offload::OPTIMIZER_WEIGHTS);
     assert!(weights.device < 16_000_000_000, "{}", weights.device);
     let blocks = parameters - 2 * embedding - norms;
     assert_eq!(weights.host, 4 * (parameters - norms) + 2 * blocks);
+    let updates = on_host(Offload::OPTIMIZER_WEIGHTS);
+    assert!(updates.device < weights.device, "{} {}", updates.device, weights.device);
     let activations = slabs(Offload::OPTIMIZER_ACTIVATIONS);
     assert!(activations.device < optimizer.device);
     assert!(activations.host > optimizer.host);
