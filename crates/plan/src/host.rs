@@ -44,7 +44,7 @@ struct Machine {
 const HOPPER: Machine = Machine {
     cores: 16.0,
     rate: 75.0,
-    source: "default: 16 cores and 75 GB/s a GPU, measured beside two H200 (one alone: two shares)",
+    source: "default: 16 cores and 75 GB/s a GPU, measured beside two H200; one alone has two shares",
 };
 /// As a DGX A100 has them: two sockets with eight channels of DDR4-3200 each (410 GB/s)
 /// and 128 cores for eight GPUs; four fifths of the channels' rate are reached.
@@ -52,7 +52,7 @@ const SERVER: Machine = Machine {
     cores: 16.0,
     rate: 41.0,
     source: "default: a guess of 16 cores and 41 GB/s a GPU, an eighth of a server with two \
-             sockets of eight DDR4-3200 channels (one alone: two shares)",
+             sockets of eight DDR4-3200 channels; one alone has two shares",
 };
 /// Two channels of DDR5-5600 (90 GB/s) for one or two GPUs, likewise.
 const DESKTOP: Machine = Machine {
