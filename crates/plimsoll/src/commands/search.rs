@@ -14,7 +14,7 @@ use crate::commands::plan::PlanArgs;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::Planner;
-use crate::recipe_args::{MethodArg, Precision};
+use crate::recipe_args::{MethodArg, Precision, UpdateOnArg};
 use crate::{Format, units};
 
 #[derive(Debug, Args)]
@@ -74,7 +74,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
         Some(lora) => lora.clone(),
         None => args.recipe.lora.lora()?,
     };
-    let mut space = Space::of(&base, &lora, arch.num_hidden_layers, fixed());
+    let mut space = Space::of(&base, &lora, arch.num_hidden_layers, fixed(args));
     // A rank's share of its machine's.
     space.host_memory = args.recipe.host_memory.map(|bytes| bytes / args.recipe.gpus.max(1) as u64);
     let plan = |recipe: &Recipe| reports(&places, &arch, recipe);
@@ -114,7 +114,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
 }
 
 /// What the user gave is not searched.
-fn fixed() -> Fixed {
+fn fixed(args: &PlanArgs) -> Fixed {
     let has = |names: &[&str]| names.iter().any(|name| crate::given(name));
     Fixed {
         method: has(&["--method", "--quant"]),
@@ -124,6 +124,7 @@ fn fixed() -> Fixed {
         optimizer_in_backward: has(&["--optimizer-in-backward"]),
         max_grad_norm: has(&["--max-grad-norm"]),
         offload: has(&["--offload"]),
+        update_on: args.recipe.update_on.is_some_and(|on| on != UpdateOnArg::Auto),
         zero: has(&["--zero"]),
     }
 }
