@@ -442,7 +442,11 @@ INSIDE = ["--optimizer-in-backward", "--max-grad-norm", "0", "--optimizer-dtype"
 
 
 def offload_point(b, lane, model, batch, options, timeout, iterations=5):
-    """A point with its two memories held against the plan: the driver's figure and the kernel's."""
+    """A point with its two memories held against the plan: the driver's figure and the kernel's.
+
+    Updates are on the GPU unless the options say otherwise."""
+    if "--offload" in options and options[options.index("--offload") + 1].startswith("optimizer"):
+        options = [*options, *([] if "--update-on" in options else ["--update-on", "gpu"])]
     row = b.json(["point", "--device", "cuda", "--model", model, "--batch", str(batch), "--seq", "2048", "--full-rows",
                   "--iterations", str(iterations), "--warmup", "2", "--host-memory", "120GiB", *options],
                  lane, timeout)
@@ -602,6 +606,7 @@ ALONE = [("memory outside the slab", parts("memory")),
          ("offload: planned and measured", offload_memory)]
 # Minutes and tens of gigabytes each: only where their names are asked for.
 ASKED = [("8b offload: batch 1", offload_8b(1, "optimizer")),
+         ("8b offload: batch 1, updates on the host", offload_8b(1, "optimizer", "--update-on", "cpu")),
          ("8b offload: batch 8", offload_8b(8, "optimizer", "--recompute", "block")),
          ("8b offload: batch 8, without", offload_8b(8, "none", "--recompute", "block")),
          ("8b offload: batch 4, weights too", offload_8b(4, "optimizer+weights", "--recompute", "block")),

@@ -290,6 +290,7 @@ pub(crate) const STREAMS: [Make; 23] = [
             eps: 1e-8,
             weight_decay: 0.01,
             stream: 0,
+            origin: None,
         }
     },
     |c, dtype, rows, cols| {
@@ -389,7 +390,21 @@ fn adamw(c: &mut Case, dtype: DType, rows: usize, cols: usize, state: DType) -> 
     let [param, grad, m, v] = [param, grad, m, v].map(|t| c.view(t));
     let (beta1, beta2, eps, weight_decay, stream) = (0.9, 0.999, 1e-8, 0.01, 0);
     let (step, norm, master) = (c.step(), None, None);
-    OpKind::AdamW { param, grad, m, v, master, step, norm, beta1, beta2, eps, weight_decay, stream }
+    OpKind::AdamW {
+        param,
+        grad,
+        m,
+        v,
+        master,
+        step,
+        norm,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        stream,
+        origin: None,
+    }
 }
 
 fn sgd(c: &mut Case, dtype: DType, rows: usize, cols: usize, momentum: bool) -> OpKind {
@@ -407,6 +422,7 @@ fn sgd(c: &mut Case, dtype: DType, rows: usize, cols: usize, momentum: bool) -> 
         momentum,
         weight_decay,
         stream,
+        origin: None,
     }
 }
 

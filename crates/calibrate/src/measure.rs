@@ -119,6 +119,7 @@ pub fn calibrate(
         streams,
         token: Some(token),
         peers: None,
+        host: None,
         check: Some(check),
     };
     profile.settled().map_err(|(field, what)| CalibrateError::Figure { field, what })

@@ -35,9 +35,9 @@ pub struct CpuDevice {
 }
 
 /// The memory of both homes: here they are alike.
-struct Slabs {
-    device: Slab,
-    host: Slab,
+pub(crate) struct Slabs {
+    pub device: Slab,
+    pub host: Slab,
 }
 
 impl Slabs {
@@ -163,11 +163,11 @@ fn memory<'a, 'g>(
 }
 
 /// The tensors of one program, as slices of the slabs.
-struct Memory<'a> {
-    slabs: &'a Slabs,
-    program: &'a Program,
-    layout: &'a Layout,
-    rank: usize,
+pub(crate) struct Memory<'a> {
+    pub slabs: &'a Slabs,
+    pub program: &'a Program,
+    pub layout: &'a Layout,
+    pub rank: usize,
 }
 
 /// Calls `$body` with `$E` as the element type of the tensor.
@@ -249,7 +249,7 @@ impl<'a> Memory<'a> {
         norm.map_or(1.0, |n| self.all::<f32>(n)[1])
     }
 
-    fn run(&self, op: &Op) {
+    pub(crate) fn run(&self, op: &Op) {
         let ws: &mut [f32] = match op.workspace {
             Some(w) => bytemuck::cast_slice_mut(self.all::<u8>(w)),
             None => &mut [],
@@ -601,7 +601,7 @@ impl Memory<'_> {
         let bytes = |view: &View| {
             let t = self.program.tensor(view.tensor);
             let size = t.dtype.bytes();
-            let at = self.layout.offset(view.tensor) + (view.first() * size) as u64;
+            let at = self.layout.offset(view.tensor) + (t.begin(view, self.rank) * size) as u64;
             // SAFETY: as in `all`; source and target lie in different slabs.
             unsafe { self.slabs.of(t.home).slice::<u8>(at, view.elements() * size) }
         };
@@ -645,6 +645,9 @@ impl Memory<'_> {
     }
 
     fn update<P: Elem + bytemuck::Pod>(&self, op: &OpKind) {
+        let Some(place) = op.updated_parameter() else { unreachable!("called for optimizers") };
+        // A piece of the last rank's part may be longer than what is left of it.
+        let n = self.program.tensor(place.tensor).updated(&place, self.rank).len();
         match op {
             OpKind::AdamW {
                 param,
@@ -659,6 +662,7 @@ impl Memory<'_> {
                 eps,
                 weight_decay,
                 stream,
+                ..
             } => {
                 let scalars = self.scalars(*step);
                 let hyper = kernels::AdamW {
@@ -671,16 +675,16 @@ impl Memory<'_> {
                     bias_correction2: scalars.bias_correction2,
                     grad_scale: self.clip(*norm),
                 };
-                let rounding = self.rounding(&scalars, *stream, param);
+                let rounding = self.rounding(&scalars, *stream, &place);
                 let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
-                // A piece of the last rank's part may be longer than what is left of it.
-                let n = p.len();
+                let (p, g) = (&mut p[..n], &g[..n]);
                 with_elem!(self.dtype(m.tensor), S, {
                     let (m, v) = (self.updated::<S>(m), self.updated::<S>(v));
                     let (m, v) = (&mut m[..n], &mut v[..n]);
                     match master {
                         Some(master) => {
                             let (p, low) = self.masters(param, master);
+                            let (p, low) = (&mut p[..n], &mut low[..n]);
                             kernels::adamw_masters(p, low, g, (m, v), &hyper, rounding);
                         }
                         None => kernels::adamw(p, g, m, v, &hyper, rounding),
@@ -702,6 +706,7 @@ impl Memory<'_> {
                 eps,
                 weight_decay,
                 stream,
+                ..
             } => {
                 let scalars = self.scalars(*step);
                 let hyper = AdamW8bit {
@@ -715,18 +720,25 @@ impl Memory<'_> {
                     grad_scale: self.clip(*norm),
                 };
                 let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
-                let (n, blocks) = (p.len(), p.len().div_ceil(STATE_BLOCK));
+                let (p, g, blocks) = (&mut p[..n], &g[..n], n.div_ceil(STATE_BLOCK));
                 let state = State8bit {
                     m: &mut self.updated(m)[..n],
                     v: &mut self.updated(v)[..n],
                     m_absmax: &mut self.updated(m_absmax)[..blocks],
                     v_absmax: &mut self.updated(v_absmax)[..blocks],
                 };
-                let rounding = self.rounding(&scalars, *stream, param);
+                let rounding = self.rounding(&scalars, *stream, &place);
                 match master {
                     Some(master) => {
                         let (p, low) = self.masters(param, master);
-                        kernels::adamw8bit_masters(p, low, g, state, &hyper, rounding);
+                        kernels::adamw8bit_masters(
+                            &mut p[..n],
+                            &mut low[..n],
+                            g,
+                            state,
+                            &hyper,
+                            rounding,
+                        );
                     }
                     None => kernels::adamw8bit(p, g, state, &hyper, rounding),
                 }
@@ -741,19 +753,22 @@ impl Memory<'_> {
                 momentum,
                 weight_decay,
                 stream,
+                ..
             } => {
                 let scalars = self.scalars(*step);
                 let rates = (scalars.learning_rate, *weight_decay, self.clip(*norm));
-                let rounding = self.rounding(&scalars, *stream, param);
+                let rounding = self.rounding(&scalars, *stream, &place);
                 let (p, g) = (self.updated::<P>(param), self.updated::<P>(grad));
+                let (p, g) = (&mut p[..n], &g[..n]);
                 let dtype = velocity.map_or(DType::F32, |v| self.dtype(v.tensor));
                 with_elem!(dtype, S, {
                     // A velocity starts at zero, so the first step needs no case of its own.
-                    let state = |v: View| &mut self.updated::<S>(&v)[..p.len()];
+                    let state = |v: View| &mut self.updated::<S>(&v)[..n];
                     match master {
                         Some(master) => {
                             let velocity = velocity.map(|v| (state(v), *momentum));
                             let (p, low) = self.masters(param, master);
+                            let (p, low) = (&mut p[..n], &mut low[..n]);
                             kernels::sgd_masters(p, low, g, velocity, rates, rounding);
                         }
                         None => {

@@ -2,8 +2,10 @@
 //! program with them.
 
 mod device;
+mod host;
 pub mod kernels;
 pub mod pool;
 mod slab;
 
 pub use device::{CpuDevice, CpuTarget};
+pub use host::HostOps;

@@ -9,6 +9,8 @@ use plimsoll_plan::DeviceError;
 pub struct Slab {
     base: *mut u8,
     len: usize,
+    /// Somebody else's, who gives it back.
+    lent: bool,
 }
 
 // SAFETY: the slab owns its mapping; who may touch what is the device's business.
@@ -42,7 +44,15 @@ impl Slab {
         unsafe {
             libc::madvise(base, len, libc::MADV_HUGEPAGE);
         }
-        Ok(Slab { base: base.cast(), len })
+        Ok(Slab { base: base.cast(), len, lent: false })
+    }
+
+    /// Memory of somebody else as a slab.
+    ///
+    /// # Safety
+    /// `len` bytes at `base` can be read and written as long as the slab is used.
+    pub unsafe fn lent(base: *mut u8, len: usize) -> Slab {
+        Slab { base, len, lent: true }
     }
 
     /// Elements of a range of the slab.
@@ -67,6 +77,9 @@ impl Slab {
 
 impl Drop for Slab {
     fn drop(&mut self) {
+        if self.lent {
+            return;
+        }
         // SAFETY: the mapping made by `reserve`, unmapped once.
         unsafe {
             libc::munmap(self.base.cast(), self.len);

@@ -27,6 +27,7 @@ use crate::memory::Memory;
 use crate::nvml::Nvml;
 use crate::peers::{Peers, readers};
 use crate::products::Products;
+use crate::updates::{HostCalls, HostThreads};
 
 /// Page-locked memory through which everything goes up and down.
 pub(crate) const STAGING: usize = 32 << 20;
@@ -49,6 +50,8 @@ pub struct CudaDevice {
     pub(crate) scales: Option<Pinned>,
     pub(crate) slab: Arc<Memory>,
     host: HostSlab,
+    /// What runs ops of the host's lane.
+    host_threads: HostThreads,
     sizes: SlabSizes,
     streams: Streams,
     /// Runs so far: the clock of the graph cache.
@@ -64,6 +67,8 @@ unsafe impl Send for CudaDevice {}
 struct Section {
     key: Key,
     graph: Graph,
+    /// What the graph calls on the host: it must outlive it.
+    _calls: Option<HostCalls>,
     used: u64,
 }
 
@@ -144,6 +149,7 @@ impl CudaDevice {
             scales: None,
             slab: Arc::new(slab),
             host: HostSlab::empty(),
+            host_threads: HostThreads::new(cores()),
             sizes,
             streams: Streams::default(),
             runs: 0,
@@ -183,15 +189,25 @@ impl CudaDevice {
                 Link::Nccl(nccl.map_err(CudaError::from)?)
             }
         };
+        device.host_threads = HostThreads::new(cores() / group.ranks().max(1));
         (device.link, device.group) = (Some(link), Some(RefCell::new(group)));
         Ok(device)
+    }
+
+    /// With so many threads of the host for what runs there [default: the machine's, or of
+    /// several ranks a share]. Ranks of one process have threads of their own, so that
+    /// none waits for another's update.
+    pub fn with_host_threads(mut self, threads: usize) -> CudaDevice {
+        self.host_threads = HostThreads::new(threads);
+        self
     }
 
     /// Waits until the compute lane's stream is empty. Of several ranks one may wait in
     /// vain for another that has ended: it looks now and then, and gives up.
     pub(crate) fn wait(&self) -> Result<(), CudaError> {
         let (Some(link), Some(group)) = (&self.link, &self.group) else {
-            return self.context.synchronize();
+            self.context.synchronize()?;
+            return self.host_threads.failure.check();
         };
         let mut pause = Duration::from_micros(20);
         while !self.context.is_idle()? {
@@ -206,7 +222,7 @@ impl CudaDevice {
         if let Link::Peers(_) = link {
             group.borrow().check().map_err(CudaError::from)?;
         }
-        Ok(())
+        self.host_threads.failure.check()
     }
 
     pub fn info(&self) -> &DeviceInfo {
@@ -249,7 +265,7 @@ impl CudaDevice {
         section: usize,
     ) -> Result<Launcher<'a>, CudaError> {
         let ops = &program.ops[program.sections[section].ops.clone()];
-        let used = |lane: Lane| ops.iter().any(|op| op.kind.lane() == lane);
+        let used = |lane: Lane| ops.iter().any(|op| program.lane(&op.kind) == lane);
         Ok(Launcher {
             lanes: self.streams.of(&self.context, used)?,
             context: &self.context,
@@ -260,6 +276,7 @@ impl CudaDevice {
             layout,
             slab: self.slab.address,
             host: self.host.address(),
+            calls: None,
             rank: self.rank(),
             link: self.link.as_ref(),
             current: Cell::new(0),
@@ -317,27 +334,47 @@ impl CudaDevice {
         // for another rank.
         self.wait()?;
         self.meet()?;
-        let launcher = self.launcher(program, layout, section)?;
-        self.tune(&launcher, section)?;
-        let waits = Waits::new(program, layout);
-        if self.link.is_some() {
-            let stream = self.context.stream;
-            let launcher = self.launcher(program, layout, section)?;
-            self.run_apart(&Launcher { lanes: [stream; Lane::ALL.len()], ..launcher }, &ops)?;
-        } else {
-            run_section(&launcher, &waits, ops.clone())?;
-        }
-        let launch = || run_section(&launcher, &waits, ops.clone());
-        let graph = Graph::capture(self.context.stream, launch)?;
+        // Nor may a graph that goes.
         if self.graphs.len() >= MAX_GRAPHS {
-            // A graph may be in flight.
-            self.wait()?;
             let oldest = (0..self.graphs.len()).min_by_key(|i| self.graphs[*i].used);
             oldest.map(|i| self.graphs.swap_remove(i));
         }
+        let calls = self.calls(program, layout, &ops)?;
+        let mut launcher = self.launcher(program, layout, section)?;
+        launcher.calls = calls.as_ref();
+        self.tune(&launcher, section)?;
+        let waits = Waits::new(program, layout);
+        let ran = if self.link.is_some() {
+            let lanes = [self.context.stream; Lane::ALL.len()];
+            let launcher = self.launcher(program, layout, section)?;
+            self.run_apart(&Launcher { lanes, calls: calls.as_ref(), ..launcher }, &ops)
+        } else {
+            run_section(&launcher, &waits, ops.clone()).map(|_| ())
+        };
+        let launch = || run_section(&launcher, &waits, ops.clone());
+        let captured = ran.and_then(|()| Graph::capture(self.context.stream, launch));
+        if captured.is_err() && calls.is_some() {
+            // What was launched may still call what is given back here.
+            let _ = self.context.synchronize();
+        }
+        let graph = captured?;
         let key = Key::new(program, layout, section);
-        self.graphs.push(Section { key, graph, used: self.runs });
+        self.graphs.push(Section { key, graph, _calls: calls, used: self.runs });
         Ok(())
+    }
+
+    /// What a section calls on the host.
+    fn calls(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        ops: &Range<usize>,
+    ) -> Result<Option<HostCalls>, CudaError> {
+        let len = self.sizes.host as usize;
+        let host = (self.host.slice(0, len).as_mut_ptr(), len);
+        // SAFETY: the slab lives as long as graphs and streams do; lanes wait for each
+        // other, and for everything before anybody else has the slab.
+        unsafe { self.host_threads.calls(program, layout, ops, host, self.rank()) }
     }
 
     /// Runs ops one by one, with nothing in flight around a collective. Loading a kernel
@@ -348,7 +385,7 @@ impl CudaDevice {
         let waits = Waits::new(program, launcher.layout);
         let mut at = ops.start;
         while at < ops.end {
-            let apart = program.ops[at].kind.lane() == Lane::Communication;
+            let apart = program.lane(&program.ops[at].kind) == Lane::Communication;
             if apart {
                 self.wait()?;
                 self.meet()?;
@@ -527,7 +564,9 @@ impl Device for CudaDevice {
         self.context.bind()?;
         self.check(layout)?;
         let ops = program.sections[section].ops.clone();
+        let calls = self.calls(program, layout, &ops)?;
         let mut launcher = self.launcher(program, layout, section)?;
+        launcher.calls = calls.as_ref();
         self.tune(&launcher, section)?;
         // One after the other, so that each has its own time.
         let stream = self.context.stream;
@@ -535,14 +574,19 @@ impl Device for CudaDevice {
         let waits = Waits::new(program, layout);
         let (mut at, mut marks) = (ops.start, vec![(ops.start, self.context.event()?)]);
         marks[0].1.record(stream)?;
-        while at < ops.end {
-            let next = launcher.run(at, waits.launch_end(program, at, ops.end))?;
-            let event = self.context.event()?;
-            event.record(stream)?;
-            marks.push((next, event));
-            at = next;
-        }
+        let mut launch_all = || {
+            while at < ops.end {
+                let next = launcher.run(at, waits.launch_end(program, at, ops.end))?;
+                let event = self.context.event()?;
+                event.record(stream)?;
+                marks.push((next, event));
+                at = next;
+            }
+            Ok::<(), CudaError>(())
+        };
+        let launched = launch_all();
         self.wait()?;
+        launched?;
         let times = marks.windows(2).map(|pair| {
             let [(from, start), (to, end)] = pair else { unreachable!("windows of two") };
             let seconds = f64::from(start.until(end)?) * 1e-3;
@@ -550,6 +594,11 @@ impl Device for CudaDevice {
         });
         Ok(times.collect::<Result<_, CudaError>>()?)
     }
+}
+
+/// Cores of this machine that this process may use.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Whether a product adds to a tensor that holds something before the program runs:

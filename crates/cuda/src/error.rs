@@ -43,6 +43,8 @@ pub enum CudaError {
     Compile { file: String, arch: String, log: String },
     #[error("kernel {name} is missing from {family}.cu")]
     MissingKernel { family: String, name: String },
+    #[error("an update on the host failed: {what}: use --update-on gpu")]
+    Host { what: String },
     #[error(transparent)]
     Comm(#[from] CommError),
     #[error("GPU {from} does not reach the memory of GPU {to}: use --collectives nccl")]

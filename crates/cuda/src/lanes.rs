@@ -80,7 +80,7 @@ pub(crate) fn run_section(
     let mut events: Vec<(usize, Event)> = Vec::new();
     let mut at = ops.start;
     while at < ops.end {
-        let stream = launcher.lanes[program.ops[at].kind.lane().index()];
+        let stream = launcher.lanes[program.lane(&program.ops[at].kind).index()];
         for op in waits.of(at) {
             let found = events.binary_search_by_key(op, |(at, _)| *at);
             // A launch of several ops has its event at the last of them.

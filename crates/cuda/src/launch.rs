@@ -11,6 +11,7 @@ use crate::error::CudaError;
 use crate::kernels::{Arg, Grid, Kernels, suffix, width};
 use crate::products::{Operands, Product, Products};
 use crate::target::{ARGMAX_SPANS, PRODUCT_WORKSPACE, bias_spans, head_norm_blocks, norm_blocks};
+use crate::updates::HostCalls;
 use crate::{attention, collectives, decode, optimizer, optimizer8bit, quantized};
 
 /// Puts the ops of one program on a stream.
@@ -28,6 +29,8 @@ pub(crate) struct Launcher<'a> {
     pub slab: u64,
     pub host: u64,
     pub rank: usize,
+    /// What runs on the host; none where nothing of the section does.
+    pub calls: Option<&'a HostCalls>,
     /// What leads to the other ranks; none for one alone.
     pub link: Option<&'a Link>,
     /// The op in hand, for messages.
@@ -105,7 +108,8 @@ impl Launcher<'_> {
     }
 
     pub fn view(&self, view: &View) -> u64 {
-        self.at(view.tensor) + (view.first() * self.dtype(view.tensor).bytes()) as u64
+        let t = self.program.tensor(view.tensor);
+        self.at(view.tensor) + (t.begin(view, self.rank) * t.dtype.bytes()) as u64
     }
 
     fn bytes(&self, view: &View) -> usize {
@@ -145,6 +149,10 @@ impl Launcher<'_> {
     pub fn run(&self, at: usize, end: usize) -> Result<usize, CudaError> {
         self.current.set(at);
         let op = &self.program.ops[at];
+        if let (Some(calls), Lane::Host) = (self.calls, self.program.lane(&op.kind)) {
+            calls.launch(at, self.lanes[Lane::Host.index()])?;
+            return Ok(at + 1);
+        }
         if matches!(op.kind, OpKind::AdamW { .. } | OpKind::Sgd { .. }) {
             return Ok(at + optimizer::updates(self, &self.program.ops[at..end])?);
         }

@@ -7,7 +7,7 @@
 //! between the slabs of the two homes run beside computation (`lanes`). Read
 //! `launch` for the list of ops and what they launch, `products` for matrix
 //! products, `decode` for those of few rows and what shares their launch, `attention` for the
-//! choice of attention kernels, `collectives` for several GPUs, and `kernels/*.cu` for the
+//! choice of attention kernels, `updates` for those on the host, `collectives` for several GPUs, and `kernels/*.cu` for the
 //! kernels, one file a family.
 
 mod attention;
@@ -30,6 +30,7 @@ mod products;
 mod quantize;
 mod quantized;
 mod target;
+mod updates;
 
 pub use device::CudaDevice;
 pub use driver::{DeviceInfo, device_info};

@@ -164,6 +164,7 @@ fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
             eps,
             weight_decay,
             stream,
+            ..
         } => {
             let kernel = name("adamw", param, l.dtype(m.tensor), master);
             let (m, v) = (Some(m), Some(v));
@@ -180,6 +181,7 @@ fn update_of(l: &Launcher, op: &OpKind) -> Option<(Shared, Update)> {
             momentum,
             weight_decay,
             stream,
+            ..
         } => {
             let state = velocity.map_or(DType::F32, |v| l.dtype(v.tensor));
             let kernel = name("sgd", param, state, master);

@@ -192,7 +192,7 @@ impl Gpu {
         let memory = self.memory_rate / other.memory_rate;
         let link = self.link_rate / other.link_rate;
         p.name = self.name.to_owned();
-        (p.driver, p.check) = (None, None);
+        (p.driver, p.host, p.check) = (None, None, None);
         p.memory_bytes = self.memory_bytes();
         p.copy_bytes_per_second *= memory;
         p.to_device_bytes_per_second *= link;

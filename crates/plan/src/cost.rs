@@ -4,9 +4,10 @@
 //! curve over the bytes that it moves, one for each family of ops.
 
 use plimsoll_arch::DType;
-use plimsoll_program::{AttentionShape, Op, OpKind, Program, TensorId, View};
+use plimsoll_program::{AttentionShape, Lane, Op, OpKind, Program, TensorId, View};
 
-use crate::profile::{DeviceProfile, Orientation};
+use crate::Host;
+use crate::profile::{DeviceKind, DeviceProfile, Orientation};
 
 /// Updates that one launch takes together (as `plimsoll_cuda` does).
 pub(crate) const UPDATES_A_LAUNCH: usize = 56;
@@ -77,7 +78,7 @@ impl DeviceProfile {
         let is_update = |op: &Op| {
             matches!(op.kind, OpKind::AdamW { .. } | OpKind::AdamW8bit { .. } | OpKind::Sgd { .. })
         };
-        if !is_update(&ops[0]) {
+        if !is_update(&ops[0]) || program.lane(&ops[0].kind) == Lane::Host {
             return (1, self.op_seconds(program, &ops[0], document_tokens));
         }
         let family = stream_family(program, &ops[0].kind);
@@ -123,12 +124,18 @@ impl DeviceProfile {
                 self.attention_seconds(dtype, shape, document_tokens, true)
             }
             OpKind::ToDevice { from, .. } => {
-                1e-6 * self.launch_us + view_bytes(from) / self.to_device_bytes_per_second
+                1e-6 * self.launch_us
+                    + view_bytes(from) / self.shared(self.to_device_bytes_per_second)
             }
             OpKind::ToHost { from, .. } => {
-                1e-6 * self.launch_us + view_bytes(from) / self.to_host_bytes_per_second
+                1e-6 * self.launch_us
+                    + view_bytes(from) / self.shared(self.to_host_bytes_per_second)
             }
             OpKind::Hold { .. } => 0.0,
+            kind if program.lane(kind) == Lane::Host && self.kind == DeviceKind::Cuda => {
+                let host = self.host.clone();
+                host.unwrap_or_else(|| Host::of_gpu(&self.name, 1)).update_seconds(program, op)
+            }
             kind => {
                 let collective = self
                     .peers
@@ -139,6 +146,11 @@ impl DeviceProfile {
                 })
             }
         }
+    }
+
+    /// The rate of a link, where ranks share the memory of their host.
+    fn shared(&self, link: f64) -> f64 {
+        self.host.as_ref().map_or(link, |host| link.min(host.copy_bytes_per_second()))
     }
 
     fn stream_seconds(&self, family: Option<(&'static str, DType)>, bytes: f64) -> f64 {

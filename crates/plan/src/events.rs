@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use plimsoll_program::{Access, Lane, Op, OpKind, Program, TensorId, View};
+use plimsoll_program::{Access, Lane, Op, OpKind, Program, Shard, TensorId, View};
 
 use crate::Layout;
 
@@ -40,9 +40,9 @@ impl Waits {
     /// The first op behind `at` and before `end` that cannot share a launch with
     /// it: one of another lane, or one that waits for such.
     pub fn launch_end(&self, program: &Program, at: usize, end: usize) -> usize {
-        let lane = program.ops[at].kind.lane();
-        let apart =
-            |next: &usize| program.ops[*next].kind.lane() != lane || !self.of(*next).is_empty();
+        let lane_of = |at: usize| program.lane(&program.ops[at].kind);
+        let lane = lane_of(at);
+        let apart = |next: &usize| lane_of(*next) != lane || !self.of(*next).is_empty();
         (at + 1..end).find(apart).unwrap_or(end)
     }
 
@@ -60,11 +60,21 @@ struct Touch {
     start: u64,
     end: u64,
     writes: bool,
+    /// Of a tensor that every rank has in full the bytes of a piece of the rank's own
+    /// part, counted from where that begins: which rank it is, nobody knows here.
+    piece: Option<(u64, u64)>,
 }
 
 impl Touch {
     fn conflicts(&self, other: &Touch) -> bool {
-        (self.writes || other.writes) && self.start < other.end && other.start < self.end
+        let meet = self.start < other.end && other.start < self.end;
+        let apart = match (self.piece, other.piece) {
+            (Some(a), Some(b)) if (self.start, self.end) == (other.start, other.end) => {
+                a.0 >= b.1 || b.0 >= a.1
+            }
+            _ => false,
+        };
+        (self.writes || other.writes) && meet && !apart
     }
 }
 
@@ -75,22 +85,29 @@ fn touches(program: &Program, layout: &Layout, op: &Op) -> Vec<Touch> {
     };
     if let OpKind::ToDevice { from, to } | OpKind::ToHost { from, to } = &op.kind {
         let piece = |view: &View, writes| {
-            let size = program.tensor(view.tensor).dtype.bytes();
-            let start = base(view.tensor) + (view.first() * size) as u64;
-            Touch { start, end: start + (view.elements() * size) as u64, writes }
+            let t = program.tensor(view.tensor);
+            let size = t.dtype.bytes();
+            let (first, bytes) = ((view.first() * size) as u64, (view.elements() * size) as u64);
+            let start = base(view.tensor);
+            if t.is_piece(view) && matches!(t.shard, Shard::Padded { .. }) {
+                let piece = Some((first, first + bytes));
+                return Touch { start, end: start + t.bytes(), writes, piece };
+            }
+            Touch { start: start + first, end: start + first + bytes, writes, piece: None }
         };
         return vec![piece(from, false), piece(to, true)];
     }
     let mut touches = Vec::new();
     op.for_each_tensor(|t, access| {
         let (start, bytes) = (base(t), program.tensor(t).bytes());
-        touches.push(Touch { start, end: start + bytes, writes: access != Access::Read });
+        let writes = access != Access::Read;
+        touches.push(Touch { start, end: start + bytes, writes, piece: None });
     });
     touches
 }
 
 fn section_waits(program: &Program, layout: &Layout, ops: Range<usize>, lists: &mut [Vec<usize>]) {
-    let lane = |at: usize| program.ops[at].kind.lane().index();
+    let lane = |at: usize| program.lane(&program.ops[at].kind).index();
     let mut by_lane: [Vec<usize>; LANES] = Default::default();
     ops.clone().for_each(|at| by_lane[lane(at)].push(at));
     if by_lane.iter().filter(|ops| !ops.is_empty()).count() < 2 {

@@ -73,6 +73,7 @@ pub fn cpu_profile(threads: usize, memory_bytes: u64) -> DeviceProfile {
         streams: PerType { bf16: BTreeMap::new(), f32: BTreeMap::new() },
         token: None,
         peers: None,
+        host: None,
         check: None,
     };
     profile.settled().unwrap_or_else(|(field, what)| unreachable!("{field} {what} of a guess"))

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::schedule::schedule_with;
-use crate::{DeviceProfile, Layout, Peers, Schedule, Transport, Waits};
+use crate::{DeviceKind, DeviceProfile, Layout, Peers, Schedule, Transport, Waits};
 
 /// A tensor that is alive at the peak.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -62,6 +62,9 @@ pub struct PlanReport {
     pub device: String,
     /// Where its figures come from.
     pub device_source: String,
+    /// Where updates run on state that is offloaded.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub updates: Option<Updates>,
     /// What the step costs, where a price is known.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub cost: Option<Cost>,
@@ -99,6 +102,25 @@ pub struct Communication {
     pub transport_bytes: u64,
     /// Where the rates of the links come from.
     pub source: String,
+}
+
+/// Where updates run whose state is in host memory, and what was compared: seconds of a
+/// step, of what was planned.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Updates {
+    /// `cpu` or `gpu`.
+    pub on: &'static str,
+    /// What `gpu` is: on the CPU device both are the same cores.
+    #[serde(skip)]
+    pub device: DeviceKind,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cpu_step_seconds: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gpu_step_seconds: Option<f64>,
+    /// Cores and bytes a second of the host, for all ranks on it, and who says so.
+    pub host_cores: f64,
+    pub host_bytes_per_second: f64,
+    pub host_source: String,
 }
 
 /// Money, in US dollars.
@@ -174,7 +196,7 @@ fn communication(
     let mut bytes = 0.0;
     for section in &program.sections {
         let ops = &program.ops[section.ops.clone()];
-        let collectives = ops.iter().filter(|op| op.kind.lane() == Lane::Communication);
+        let collectives = ops.iter().filter(|op| program.lane(&op.kind) == Lane::Communication);
         bytes += section.repeat as f64 * collectives.map(|op| program.work(op).bytes).sum::<f64>();
     }
     Communication {
@@ -264,7 +286,7 @@ pub fn plan_reports(
             | OpKind::Sgd { stream, .. } => *stream,
             _ => continue,
         };
-        if let Some((param, ..)) = op.kind.update_operands()
+        if let Some(param) = op.kind.updated_parameter()
             && updated.insert(stream)
         {
             trainable += program.tensor(param.tensor).elements() as u64;

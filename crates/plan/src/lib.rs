@@ -9,6 +9,7 @@ mod cost;
 mod device;
 mod events;
 mod guess;
+mod host;
 mod interpolate;
 mod layout;
 mod ledger;
@@ -25,9 +26,11 @@ pub use cost::stream_family;
 pub use device::{Device, DeviceError, LaunchTime, SlabSizes, Taken};
 pub use events::Waits;
 pub use guess::cpu_profile;
+pub use host::Host;
 pub use layout::{ALIGNMENT, Layout, LayoutError, Placement, lay_out, lay_out_together};
 pub use ledger::{
-    Communication, Cost, Live, PlanReport, ReportFor, live_bytes, plan_report, plan_reports,
+    Communication, Cost, Live, PlanReport, ReportFor, Updates, live_bytes, plan_report,
+    plan_reports,
 };
 pub use lifetime::{Lifetime, lifetimes};
 pub use peers::{Peers, has_nvlink};

@@ -12,7 +12,7 @@ use plimsoll_arch::DType;
 use serde::{Deserialize, Serialize};
 
 use crate::interpolate::{interpolate, make_monotone};
-use crate::{Peers, TokenTimes};
+use crate::{Host, Peers, TokenTimes};
 
 /// The version of the file's layout.
 pub const PROFILE_FORMAT: u32 = 1;
@@ -65,6 +65,9 @@ pub struct DeviceProfile {
     /// The devices that train one model with this one; none where it is alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peers: Option<Peers>,
+    /// The machine that it hangs on; none is one that bounds nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<Host>,
     /// A training step that was timed when everything else was.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub check: Option<Check>,
@@ -344,6 +347,9 @@ impl DeviceProfile {
         ];
         for (field, number) in numbers {
             positive(field, &[number])?;
+        }
+        if let Some(host) = &self.host {
+            positive("host", &[host.cores, host.bytes_per_second])?;
         }
         if !(self.step_us.is_finite() && self.step_us >= 0.0) {
             return Err(("step_us".into(), format!("is {}, not a time", self.step_us)));

@@ -31,7 +31,7 @@ pub struct Schedule {
     /// Seconds in which the communication lane works and the compute lane does not.
     pub exposed_seconds: f64,
     /// What to speed up first: `arithmetic`, `memory`, `link` (between host and
-    /// device), or `communication`.
+    /// device), `communication`, or `host` (updates on its cores).
     pub bottleneck: &'static str,
     /// One execution of each op.
     pub ops: Vec<OpTime>,
@@ -80,9 +80,12 @@ pub(crate) fn schedule_with(
     }
     let lane = |lane: Lane| lane_seconds[lane.index()];
     let link = lane(Lane::HostToDevice) + lane(Lane::DeviceToHost);
+    let host = lane(Lane::Host);
+    let others = [Lane::HostToDevice, Lane::DeviceToHost, Lane::Communication].map(lane);
     // What computation waits for, where it waits: a lane that is busy beside it bounds nothing.
     let waits = step_seconds - lane(Lane::Compute) > BOUND_BY_WAITING * step_seconds;
     let bottleneck = match waits {
+        true if others.iter().all(|other| host > *other) => "host",
         true if link > lane(Lane::Communication) => "link",
         true if lane(Lane::Communication) > 0.0 => "communication",
         _ if memory_seconds > arithmetic_seconds => "memory",
@@ -130,7 +133,7 @@ fn time_ops(
             let memory_bound = work.bytes / device.copy_bytes_per_second > arithmetic;
             // One launch is shared out by the bytes that each op moves.
             let share = if total > 0.0 { work.bytes / total } else { 1.0 / count as f64 };
-            let lane = op.kind.lane();
+            let lane = program.lane(&op.kind);
             ops.push(OpTime { seconds: seconds * share, memory_bound, lane, start: 0.0 });
         }
         at += count;

@@ -2,10 +2,12 @@
 
 use plimsoll_arch::{Architecture, DType, preset};
 use plimsoll_plan::{
-    DeviceKind, DeviceProfile, Orientation, ProfileError, cpu_profile, gpu, h200_profile, lay_out,
-    schedule,
+    DeviceKind, DeviceProfile, Host, Orientation, ProfileError, cpu_profile, gpu, h200_profile,
+    lay_out, schedule,
 };
-use plimsoll_program::{NoWorkspace, OpKind, Recipe, Recompute, RecomputePlan, build};
+use plimsoll_program::{
+    Lane, NoWorkspace, Offload, OpKind, Recipe, Recompute, RecomputePlan, UpdateOn, build,
+};
 
 fn seconds(arch: &Architecture, recipe: &Recipe, device: &DeviceProfile) -> f64 {
     let program = build::train(arch, recipe, &NoWorkspace).unwrap();
@@ -107,10 +109,58 @@ fn a_window_and_an_unknown_head_size_cost_their_share() {
 }
 
 #[test]
+fn updates_are_on_the_host_where_that_is_faster() {
+    let arch = preset("smollm2-135m").unwrap();
+    let of = |update_on| {
+        let recipe =
+            Recipe { offload: Offload::OPTIMIZER, update_on, ..Recipe::full(DType::Bf16, 1, 512) };
+        let program = build::train(&arch, &recipe, &NoWorkspace).unwrap();
+        let layout = lay_out(&program);
+        (program, layout)
+    };
+    let (visits, host) = (of(UpdateOn::Device), of(UpdateOn::Host));
+    let plan = |(program, layout): &(_, _), cores: f64, rate: f64, ranks: usize| {
+        let source = "a test".into();
+        let host = Some(Host { cores, bytes_per_second: 1e9 * rate, ranks, source });
+        let device = DeviceProfile { host, ..gpu("a100-80").unwrap().profile() };
+        schedule(program, layout, &device, None)
+    };
+    let seconds = |of, cores, rate, ranks| plan(of, cores, rate, ranks).step_seconds;
+    // Two sockets of DDR5; and a small virtual machine.
+    assert!(seconds(&host, 96.0, 500.0, 1) < seconds(&visits, 96.0, 500.0, 1));
+    assert!(seconds(&host, 2.0, 40.0, 1) > seconds(&visits, 2.0, 40.0, 1));
+    // Few cores bound it, then memory; more of either never costs.
+    let steps = [(1.0, 100.0), (2.0, 100.0), (64.0, 100.0), (64.0, 200.0), (64.0, 400.0)];
+    let steps = steps.map(|(cores, rate)| seconds(&host, cores, rate, 1));
+    assert!(steps.windows(2).all(|pair| pair[1] <= pair[0]), "{steps:?}");
+    // Ranks share the host's memory, whatever goes through it.
+    for of in [&visits, &host] {
+        assert!(seconds(of, 64.0, 100.0, 4) > 1.5 * seconds(of, 64.0, 100.0, 1));
+        assert_eq!(seconds(of, 64.0, 100.0, 2), seconds(of, 32.0, 50.0, 1));
+    }
+    // The host is what such a step waits for, and says so.
+    let slow = plan(&host, 1.0, 20.0, 1);
+    assert_eq!(slow.bottleneck, "host");
+    assert!(slow.lane_seconds[Lane::Host.index()] > 0.5 * slow.step_seconds);
+    assert_eq!(plan(&visits, 64.0, 20.0, 1).bottleneck, "link");
+}
+
+#[test]
+fn ranks_of_a_machine_share_its_memory() {
+    let (alone, two) = (Host::of_gpu("NVIDIA H200", 1), Host::of_gpu("h200", 2));
+    let link = gpu("h200").unwrap().profile().to_host_bytes_per_second;
+    assert!(alone.copy_bytes_per_second() > link, "one is bound by its link");
+    // Measured on two H200 of one machine: 37 GB/s each way.
+    assert!((two.copy_bytes_per_second() / 37e9 - 1.0).abs() < 0.03);
+    assert_eq!(Host::of_gpu("h200", 8).copy_bytes_per_second(), two.copy_bytes_per_second());
+}
+
+#[test]
 fn a_profile_survives_its_file() {
     let folder = std::env::temp_dir().join(format!("plimsoll-profile-{}", std::process::id()));
     let path = folder.join("deep/h200.json");
-    for profile in devices() {
+    let hosted = DeviceProfile { host: Some(Host::of_gpu("h200", 1)), ..h200_profile().clone() };
+    for profile in devices().into_iter().chain([hosted]) {
         profile.write(&path).unwrap();
         assert_eq!(DeviceProfile::read(&path).unwrap(), profile);
     }

@@ -178,8 +178,8 @@ fn touches(program: &Program, layout: &Layout, op: usize) -> Vec<(Home, u64, u64
 fn ended_before(program: &Program, lists: &[Vec<usize>]) -> Vec<Vec<bool>> {
     let mut ended: Vec<Vec<bool>> = Vec::new();
     for (at, list) in lists.iter().enumerate() {
-        let lane = program.ops[at].kind.lane();
-        let same = (0..at).rev().find(|op| program.ops[*op].kind.lane() == lane);
+        let lane = program.lane(&program.ops[at].kind);
+        let same = (0..at).rev().find(|op| program.lane(&program.ops[*op].kind) == lane);
         let mut before = vec![false; program.ops.len()];
         for op in list.iter().copied().chain(same) {
             before[op] = true;

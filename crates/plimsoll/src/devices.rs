@@ -76,7 +76,8 @@ impl DeviceArg {
         Ok(match self {
             DeviceArg::Cpu => Box::new(CpuDevice::in_group(slabs, member.threads, group)?),
             DeviceArg::Cuda => {
-                Box::new(CudaDevice::in_group(slabs, member.ordinal, group, transport)?)
+                let device = CudaDevice::in_group(slabs, member.ordinal, group, transport)?;
+                Box::new(device.with_host_threads(member.threads))
             }
         })
     }
@@ -126,7 +127,9 @@ impl DeviceArg {
     pub fn reserve(self, slabs: impl Into<SlabSizes>) -> Result<Box<dyn Device>, Stop> {
         Ok(match self {
             DeviceArg::Cpu => Box::new(CpuDevice::new(slabs, crate::threads())?),
-            DeviceArg::Cuda => Box::new(CudaDevice::new(slabs, 0)?),
+            DeviceArg::Cuda => {
+                Box::new(CudaDevice::new(slabs, 0)?.with_host_threads(crate::threads()))
+            }
         })
     }
 }

@@ -8,15 +8,18 @@ use plimsoll_cpu::CpuTarget;
 use plimsoll_cuda::{CudaTarget, device_info};
 use plimsoll_infer::InferPlan;
 use plimsoll_plan::{
-    DeviceKind, DeviceProfile, Layout, Peers, PlanReport, ReportFor, SlabSizes, Transport, gpu,
-    live_bytes, plan_report, plan_reports,
+    DeviceKind, DeviceProfile, Host, Layout, Peers, PlanReport, ReportFor, SlabSizes, Transport,
+    Updates, gpu, live_bytes, plan_report, plan_reports,
 };
-use plimsoll_program::{Class, Method, Offload, Program, Recipe, Recompute, RecomputePlan, Target};
+use plimsoll_program::{
+    Class, Method, Offload, Program, Recipe, Recompute, RecomputePlan, Target, UpdateOn,
+};
 use plimsoll_report::{Timeline, TimelineOp};
 use plimsoll_train::TrainPlan;
 
 use crate::devices::DeviceArg;
 use crate::exit::Stop;
+use crate::recipe_args::RecipeArgs;
 use crate::{profiles, units};
 
 /// Bytes a second between two machines where the user names none: one port of 400 Gbit/s.
@@ -30,6 +33,8 @@ pub struct Planner {
     pub memory: Option<u64>,
     /// Page-locked host memory that a rank may take; none is as much as it likes.
     host_memory: Option<u64>,
+    /// Its host is this machine.
+    is_here: bool,
     /// Length of the documents of a row, as in [`plimsoll_plan::schedule`].
     pub document_tokens: Option<f64>,
 }
@@ -60,7 +65,7 @@ impl Planner {
                 Box::new(CpuTarget { threads: device.threads.unwrap_or_else(crate::threads) })
             }
         };
-        Planner { device, target, memory, host_memory: None, document_tokens: None }
+        Planner { device, target, memory, host_memory: None, is_here: false, document_tokens: None }
     }
 
     /// The device that a command runs on, with all its memory or less.
@@ -82,6 +87,7 @@ impl Planner {
                     target,
                     memory,
                     host_memory: None,
+                    is_here: true,
                     document_tokens: None,
                 })
             }
@@ -126,6 +132,106 @@ impl Planner {
         self
     }
 
+    /// With the host that `ranks` ranks of one machine share: as given, as calibrated, or as
+    /// machines with such a GPU are.
+    pub fn with_host(mut self, args: &RecipeArgs, ranks: usize) -> Planner {
+        let d = &self.device;
+        if d.kind == DeviceKind::Cpu {
+            return self;
+        }
+        let ranks = ranks.max(1);
+        let mut host = match &d.host {
+            Some(host) => Host { ranks, ..host.clone() },
+            None => Host::of_gpu(&d.name, ranks),
+        };
+        if self.is_here && d.host.is_none() {
+            host.cores = crate::threads() as f64;
+            host.source = format!("{}; this machine's cores", host.source).into();
+        }
+        if let Some(cores) = args.host_cores {
+            host.cores = f64::from(cores);
+        }
+        if let Some(rate) = args.host_bandwidth {
+            host.bytes_per_second = 1e9 * rate;
+        }
+        host.source = match (args.host_cores, args.host_bandwidth) {
+            (Some(_), Some(_)) => "as given".into(),
+            (None, None) => host.source,
+            (Some(_), None) => format!("cores as given; {}", host.source).into(),
+            (None, Some(_)) => format!("bandwidth as given; {}", host.source).into(),
+        };
+        self.device.host = Some(host);
+        self
+    }
+
+    /// The recipe with what was left to the plan: recomputation, and where updates run on
+    /// state that is offloaded; then what was compared for that.
+    ///
+    /// # Errors
+    /// The recipe is impossible for this model.
+    pub fn settle(
+        &self,
+        arch: &Architecture,
+        recipe: Recipe,
+        args: &RecipeArgs,
+    ) -> Result<Settled, Stop> {
+        let recompute = |recipe: Recipe| match args.recompute_is_auto() {
+            true if recipe.method != Method::Infer => self.with_least_recompute(arch, &recipe),
+            _ => Ok(recipe),
+        };
+        if !recipe.offload.optimizer {
+            return Ok(Settled { recipe: recompute(recipe)?, updates: None });
+        }
+        let places = match args.update_on_is_auto() {
+            true => vec![UpdateOn::Device, UpdateOn::Host],
+            false => vec![recipe.update_on],
+        };
+        let mut seconds = [None; 2];
+        let mut best: Option<(bool, f64, Recipe)> = None;
+        for update_on in places {
+            let recipe = Recipe { update_on, ..recipe.clone() };
+            // Without state nothing can be moved.
+            if update_on == UpdateOn::Host
+                && args.update_on_is_auto()
+                && recipe.check(arch).is_err()
+            {
+                continue;
+            }
+            let recipe = recompute(recipe)?;
+            let report = self.plan(arch, &recipe)?.report;
+            let (fits, step) = (report.fits.unwrap_or(true), report.step_seconds);
+            seconds[update_on as usize] = Some(step);
+            let better = |(f, s, _): &(bool, f64, _)| (fits && !f) || (fits == *f && step < *s);
+            if best.as_ref().is_none_or(better) {
+                best = Some((fits, step, recipe));
+            }
+        }
+        let recipe = best.map_or(recipe, |(.., recipe)| recipe);
+        let host = self.device.host.clone();
+        let host = host.unwrap_or_else(|| match self.device.kind {
+            DeviceKind::Cuda => Host::of_gpu(&self.device.name, 1),
+            DeviceKind::Cpu => Host {
+                cores: self.device.threads.unwrap_or_else(crate::threads) as f64,
+                bytes_per_second: self.device.copy_bytes_per_second,
+                ranks: 1,
+                source: "the device itself".into(),
+            },
+        });
+        let updates = Updates {
+            on: match recipe.update_on {
+                UpdateOn::Device => "gpu",
+                UpdateOn::Host => "cpu",
+            },
+            gpu_step_seconds: seconds[UpdateOn::Device as usize],
+            cpu_step_seconds: seconds[UpdateOn::Host as usize],
+            device: self.device.kind,
+            host_cores: host.cores,
+            host_bytes_per_second: host.bytes_per_second,
+            host_source: host.source.into_owned(),
+        };
+        Ok(Settled { recipe, updates: Some(updates) })
+    }
+
     /// What a plan takes of the device's memory.
     fn needed_bytes(&self, report: &PlanReport) -> u64 {
         self.device.needed_bytes(report.peak_bytes, report.host_bytes)
@@ -149,7 +255,14 @@ impl Planner {
     pub fn cpu(threads: usize, memory: Option<u64>) -> Result<Planner, Stop> {
         let device = profiles::cpu(threads)?;
         let target = Box::new(CpuTarget { threads });
-        Ok(Planner { device, target, memory, host_memory: None, document_tokens: None })
+        Ok(Planner {
+            device,
+            target,
+            memory,
+            host_memory: None,
+            is_here: false,
+            document_tokens: None,
+        })
     }
 
     /// The plan of a recipe.
@@ -404,6 +517,36 @@ impl Planner {
         }
         Some(best)
     }
+}
+
+/// A recipe in which nothing is left to the plan.
+pub struct Settled {
+    pub recipe: Recipe,
+    /// Where updates run, where their state is offloaded.
+    pub updates: Option<Updates>,
+}
+
+/// Where updates run, in one line: the step, and the other one that was compared.
+pub fn updates_line(updates: &Updates) -> String {
+    let device = if updates.device == DeviceKind::Cuda { "GPU" } else { "device" };
+    let (cpu, gpu) = (("host", updates.cpu_step_seconds), (device, updates.gpu_step_seconds));
+    let (here, there) = if updates.on == "cpu" { (cpu, gpu) } else { (gpu, cpu) };
+    let mut text = format!("updates on the {}", here.0);
+    if let (Some(own), Some(other)) = (here.1, there.1) {
+        text.push_str(&format!(
+            ": {} a step, on the {} {}",
+            units::seconds(own),
+            there.0,
+            units::seconds(other)
+        ));
+    }
+    text.push_str(&format!(
+        "; the host has {:.0} cores and {:.0} GB/s ({})",
+        updates.host_cores,
+        updates.host_bytes_per_second / 1e9,
+        updates.host_source
+    ));
+    text
 }
 
 /// A program with its addresses and its ledger.

@@ -4,7 +4,7 @@ use clap::{Args, ValueEnum};
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_program::{
     AdamW, AdamW8bit, Codebook, Decay, Lora, MasterWeights, Method, Offload, Optimizer, Projection,
-    Quant, Recipe, Recompute, RecomputePlan, Sgd, Sharding,
+    Quant, Recipe, Recompute, RecomputePlan, Sgd, Sharding, UpdateOn,
 };
 
 use crate::collectives::CollectivesArg;
@@ -236,6 +236,17 @@ pub enum OptimizerArg {
     Sgd,
 }
 
+/// Where updates run whose state is in host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum UpdateOnArg {
+    /// Where the plan's step is shorter.
+    Auto,
+    /// State visits the GPU.
+    Gpu,
+    /// Gradients come to the host's cores, and weights go back.
+    Cpu,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum MasterWeightsArg {
     /// Updates of bf16 weights are rounded stochastically.
@@ -320,6 +331,17 @@ pub struct RecipeArgs {
     /// --recompute keeps more in some layers than in others.
     #[arg(long, default_value = "none")]
     pub offload: Offload,
+    /// Where the optimizer runs with --offload optimizer [default: auto]
+    #[arg(long, value_enum)]
+    pub update_on: Option<UpdateOnArg>,
+    /// Cores of a machine for updates on the host, in a plan [default: of the machine that
+    /// runs this, its own; else what machines with such a GPU have]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub host_cores: Option<u32>,
+    /// What the memory of a machine reads and writes for offload, GB/s, in a plan [default:
+    /// what machines with such a GPU have]
+    #[arg(long, value_name = "GB_PER_SECOND", value_parser = crate::units::parse_rate)]
+    pub host_bandwidth: Option<f64>,
     /// Host memory that offload may take, all ranks of a machine together [default: the machine's, as it is now; for a
     /// plan no limit]
     #[arg(long, value_parser = crate::units::parse_bytes)]
@@ -350,8 +372,8 @@ pub struct RecipeArgs {
 const DEFAULT_SEQ: usize = 2048;
 
 impl RecipeArgs {
-    /// The recipe for a model whose files have their matrices as `stored`; `auto` recompute stays `none` here and is
-    /// resolved by whoever knows the memory.
+    /// The recipe for a model whose files have their matrices as `stored`; `auto` recompute stays `none` here and
+    /// `auto` updates on the device: [`crate::planning::Planner::settle`] resolves both.
     ///
     /// # Errors
     /// A value is out of range, or two do not go together.
@@ -383,6 +405,13 @@ impl RecipeArgs {
                 state,
             }),
         };
+        if self.update_on.is_some() && !self.offload.optimizer {
+            return Err(Stop::Input(format!(
+                "--update-on is about optimizer state in host memory, and --offload {} leaves it \
+                 on the device: give --offload optimizer as well, or drop --update-on",
+                self.offload
+            )));
+        }
         let recompute = if self.recompute_is_auto() {
             RecomputePlan::uniform(Recompute::None)
         } else {
@@ -420,6 +449,10 @@ impl RecipeArgs {
             optimizer_in_backward: self.optimizer_in_backward,
             loss_rows: self.loss_rows,
             offload: self.offload.clone(),
+            update_on: match self.update_on {
+                Some(UpdateOnArg::Cpu) => UpdateOn::Host,
+                _ => UpdateOn::Device,
+            },
             lora,
             quant,
             sharding: Sharding {
@@ -430,6 +463,11 @@ impl RecipeArgs {
         };
         recipe.check(arch).map_err(Stop::input)?;
         Ok(recipe)
+    }
+
+    /// Whether the plan says where updates run.
+    pub fn update_on_is_auto(&self) -> bool {
+        self.offload.optimizer && matches!(self.update_on, None | Some(UpdateOnArg::Auto))
     }
 
     pub fn recompute_is_auto(&self) -> bool {

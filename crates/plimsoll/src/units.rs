@@ -100,6 +100,17 @@ pub fn parse_price(text: &str) -> Result<f64, String> {
     }
 }
 
+/// GB a second.
+///
+/// # Errors
+/// It is no rate.
+pub fn parse_rate(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate.is_finite() && (0.001..=1e5).contains(&rate) => Ok(rate),
+        _ => Err(format!("`{text}` is no rate: give GB/s, such as 50")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

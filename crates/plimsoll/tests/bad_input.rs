@@ -238,7 +238,7 @@ fn options_out_of_range_are_named() {
         let seq = if options.contains("--seq") { "" } else { "--seq 32" };
         plimsoll(&format!("train --model plimsoll-tiny {seq} --out {} {options}", out.display()))
     };
-    let cases: [(&str, &[&str]); 42] = [
+    let cases: [(&str, &[&str]); 48] = [
         ("--batch 0", &["--batch 0"]),
         ("--batch 99999999999", &["--batch 99999999999"]),
         ("--batch -1", &["-1"]),
@@ -275,6 +275,15 @@ fn options_out_of_range_are_named() {
         ("--offload activations:900", &["activations:900", "no such layer"]),
         ("--recompute block:0-30/0", &["block:0-30/0", "norms"]),
         ("--offload optimizer --host-memory some", &["some"]),
+        ("--update-on cpu", &["--update-on", "--offload none", "--offload optimizer"]),
+        ("--offload activations --update-on auto", &["--update-on", "--offload activations"]),
+        ("--offload optimizer --update-on host", &["host", "auto, gpu, cpu"]),
+        (
+            "--offload optimizer --update-on cpu --optimizer sgd --max-grad-norm 0",
+            &["--update-on cpu", "momentum"],
+        ),
+        ("--offload optimizer --host-cores 0", &["--host-cores", "0"]),
+        ("--offload optimizer --host-bandwidth inf", &["inf", "GB/s"]),
         ("--lr NaN", &["NaN"]),
         ("--lr -1", &["-1"]),
         ("--warmup -0.5", &["-0.5"]),

@@ -8,6 +8,44 @@ use std::process::Stdio;
 use common::*;
 use serde_json::Value;
 
+/// Where the optimizer runs on offloaded state follows from the schedule, and is said.
+#[test]
+fn updates_go_where_the_step_is_shorter() {
+    let plan = |options: &str| {
+        let line = format!(
+            "plan --model smollm2-135m --gpu a100-80 --seq 512 --offload optimizer {options}"
+        );
+        plimsoll(&line).ok()
+    };
+    let json = |options: &str| plan(&format!("{options} --format json")).json();
+    let fast = "--host-cores 96 --host-bandwidth 500";
+    let slow = "--host-cores 2 --host-bandwidth 20";
+    for (host, on, recipe) in [(fast, "cpu", "host"), (slow, "gpu", "device")] {
+        let chosen = json(host);
+        let seconds = |plan: &Value, name: &str| plan["updates"][name].as_f64().unwrap();
+        let (cpu, gpu) =
+            (seconds(&chosen, "cpu_step_seconds"), seconds(&chosen, "gpu_step_seconds"));
+        assert_eq!(on == "cpu", cpu < gpu, "{chosen}");
+        assert_eq!(chosen["updates"]["on"], on);
+        assert_eq!(chosen["updates"]["host_source"], "as given");
+        assert_eq!(chosen["recipe"]["update_on"], recipe);
+        assert_eq!(chosen["step_seconds"].as_f64().unwrap(), cpu.min(gpu));
+        // What was compared is what each is on its own.
+        for (option, expected) in [("cpu", cpu), ("gpu", gpu)] {
+            let one = json(&format!("{host} --update-on {option}"));
+            assert_eq!(one["step_seconds"].as_f64().unwrap(), expected);
+            assert_eq!(one["updates"]["on"], option);
+        }
+        let table = plan(host).stdout;
+        let word = if on == "cpu" { "host" } else { "GPU" };
+        assert!(table.contains(&format!("updates on the {word}: ")), "{table}");
+    }
+    let default = json("");
+    assert!(default["updates"]["host_source"].as_str().unwrap().starts_with("default: a guess"));
+    let none = plimsoll("plan --model smollm2-135m --gpu a100-80 --format json").ok().json();
+    assert!(none.get("updates").is_none());
+}
+
 /// Every command whose result is for a program prints JSON and nothing else.
 #[test]
 fn json_is_alone_on_standard_output() {

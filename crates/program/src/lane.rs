@@ -1,6 +1,6 @@
 //! Which of a device's engines runs an op.
 
-use crate::OpKind;
+use crate::{Home, OpKind, Program};
 
 /// A queue of a device. Each runs its ops in program order, beside the others.
 ///
@@ -16,11 +16,13 @@ pub enum Lane {
     DeviceToHost,
     /// Between devices.
     Communication,
+    /// The host's cores, on host memory.
+    Host,
 }
 
 impl Lane {
-    pub const ALL: [Lane; 4] =
-        [Lane::Compute, Lane::HostToDevice, Lane::DeviceToHost, Lane::Communication];
+    pub const ALL: [Lane; 5] =
+        [Lane::Compute, Lane::HostToDevice, Lane::DeviceToHost, Lane::Communication, Lane::Host];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -28,6 +30,7 @@ impl Lane {
             Lane::HostToDevice => "host to device",
             Lane::DeviceToHost => "device to host",
             Lane::Communication => "communication",
+            Lane::Host => "host",
         }
     }
 
@@ -37,17 +40,21 @@ impl Lane {
     }
 }
 
-impl OpKind {
-    /// The lane that this op runs on.
-    pub fn lane(&self) -> Lane {
-        match self {
+impl Program {
+    /// The lane that an op of this program runs on: an update runs where its parameter
+    /// is.
+    pub fn lane(&self, kind: &OpKind) -> Lane {
+        match kind {
             OpKind::ToDevice { .. } => Lane::HostToDevice,
             OpKind::ToHost { .. } => Lane::DeviceToHost,
             OpKind::AllGather { .. }
             | OpKind::ReduceScatter { .. }
             | OpKind::AllReduce { .. }
             | OpKind::Hold { .. } => Lane::Communication,
-            _ => Lane::Compute,
+            kind => match kind.update_operands() {
+                Some((param, ..)) if self.tensor(param.tensor).home == Home::Host => Lane::Host,
+                _ => Lane::Compute,
+            },
         }
     }
 }

@@ -30,7 +30,7 @@ pub use plimsoll_quant::{BLOCK as QUANT_BLOCK, Codebook, NESTED_BLOCK};
 pub use quantized::{Nested, Quant, QuantizedMatrix, QuantizedPart, quantized_name};
 pub use recipe::{
     AdamW, AdamW8bit, Decay, MasterWeights, Method, Optimizer, Recipe, RecipeError, Recompute,
-    RecomputePlan, Sgd, Sharding,
+    RecomputePlan, Sgd, Sharding, UpdateOn,
 };
 pub use tensor::{Class, Home, Shard, Tensor, TensorId, View};
 pub use verify::ProgramError;

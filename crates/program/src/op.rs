@@ -198,6 +198,9 @@ pub enum OpKind {
         weight_decay: f32,
         /// Number of this parameter: separates the random streams.
         stream: u32,
+        /// The elements of the parameter that `param` is a copy of; none where it is
+        /// the parameter itself. Not an operand.
+        origin: Option<View>,
     },
     /// AdamW with moments in eight bits (bitsandbytes 0.49 `AdamW8bit`): m and v
     /// are codes of the signed and the unsigned dynamic map, m_absmax and
@@ -218,6 +221,7 @@ pub enum OpKind {
         eps: f32,
         weight_decay: f32,
         stream: u32,
+        origin: Option<View>,
     },
     /// Every rank's part of each tensor to all ranks: `to` (padded) from the parts
     /// `from`, or in place where both are the same.
@@ -250,6 +254,7 @@ pub enum OpKind {
         momentum: f32,
         weight_decay: f32,
         stream: u32,
+        origin: Option<View>,
     },
     /// to = from, whole rows: from page-locked host memory to the device.
     ToDevice { from: View, to: View },
@@ -521,6 +526,16 @@ impl OpKind {
         })
     }
 
+    /// The elements of the parameter that an update changes, wherever it finds them.
+    pub fn updated_parameter(&self) -> Option<View> {
+        match self {
+            OpKind::AdamW { param, origin, .. }
+            | OpKind::AdamW8bit { param, origin, .. }
+            | OpKind::Sgd { param, origin, .. } => Some(origin.unwrap_or(*param)),
+            _ => None,
+        }
+    }
+
     /// The same update of other memory: `f` is given parameter, gradient and state, in
     /// the order of [`OpKind::update_operands`].
     pub(crate) fn map_update(&mut self, mut f: impl FnMut(View) -> View) {
@@ -537,6 +552,27 @@ impl OpKind {
                 [param, grad].into_iter().chain(velocity).chain(master).for_each(&mut each);
             }
             _ => {}
+        }
+    }
+
+    /// The same update with `f` of the tensors that hold the step's scalars and the
+    /// clipping factor.
+    pub(crate) fn map_scalars(&mut self, mut f: impl FnMut(TensorId) -> TensorId) {
+        if let OpKind::AdamW { step, norm, .. }
+        | OpKind::AdamW8bit { step, norm, .. }
+        | OpKind::Sgd { step, norm, .. } = self
+        {
+            [step].into_iter().chain(norm).for_each(|t| *t = f(*t));
+        }
+    }
+
+    /// Says of which elements of the parameter an update's is a copy.
+    pub(crate) fn set_origin(&mut self, of: Option<View>) {
+        if let OpKind::AdamW { origin, .. }
+        | OpKind::AdamW8bit { origin, .. }
+        | OpKind::Sgd { origin, .. } = self
+        {
+            *origin = of;
         }
     }
 

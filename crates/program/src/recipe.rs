@@ -222,6 +222,17 @@ impl MasterWeights {
     }
 }
 
+/// Where parameters are updated whose optimizer state is in host memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum UpdateOn {
+    /// On the device: state visits it.
+    #[default]
+    Device,
+    /// On the host's cores: gradients come to it, and weights go back.
+    Host,
+}
+
 /// What is divided over the ranks that train one model (ZeRO, Rajbhandari et al.
 /// 2020, arXiv 1910.02054).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -276,6 +287,8 @@ pub struct Recipe {
     /// Rows of logits that exist at a time; none lets the builder choose.
     pub loss_rows: Option<usize>,
     pub offload: Offload,
+    /// Where the optimizer runs on state that is offloaded.
+    pub update_on: UpdateOn,
     /// Adapters: trained, or applied in inference.
     pub lora: Option<Lora>,
     /// Frozen matrices in four bits.
@@ -300,6 +313,7 @@ impl Recipe {
             optimizer_in_backward: false,
             loss_rows: None,
             offload: Offload::NONE,
+            update_on: UpdateOn::Device,
             lora: None,
             quant: None,
             sharding: Sharding::none(precision),
@@ -388,6 +402,17 @@ impl Recipe {
                 "the optimizer state of adapters is small, activations alone can be offloaded";
             return Err(self.no_offload(why));
         }
+        if self.update_on == UpdateOn::Host {
+            let stateless = matches!(self.optimizer, Optimizer::Sgd(o) if o.momentum == 0.0);
+            let why = match (self.offload.optimizer, stateless) {
+                (false, _) => Some("nothing of the optimizer is in host memory"),
+                (_, true) => Some("gradient descent without momentum has no state"),
+                _ => None,
+            };
+            if let Some(why) = why {
+                return Err(RecipeError::UpdateOn { why });
+            }
+        }
         let mut layers = 0..arch.num_hidden_layers;
         let named = layers.any(|layer| self.offload.activations.contains(layer));
         if self.offload.any_activations() && !named {
@@ -466,6 +491,10 @@ pub enum RecipeError {
     FusedOptimizer { with: &'static str },
     #[error("--offload {offload} cannot be done here: {why}; use --offload none")]
     Offload { offload: Offload, why: &'static str },
+    #[error(
+        "--update-on cpu cannot be done here: {why}; use it with --offload optimizer, or drop it"
+    )]
+    UpdateOn { why: &'static str },
     #[error(
         "--offload {text} is not understood: give none, optimizer, optimizer+weights, optimizer+activations or activations, or activations of some layers such as activations:0-30/2"
     )]

@@ -169,6 +169,15 @@ impl Tensor {
         }
     }
 
+    /// Where the first element of a view lies in what `rank` has in memory, counted in
+    /// elements: of a piece of a part, wherever that part begins.
+    pub fn begin(&self, view: &View, rank: usize) -> usize {
+        match self.shard {
+            Shard::Padded { part, .. } if self.is_piece(view) => rank * part + view.first(),
+            _ => view.first(),
+        }
+    }
+
     /// Whether a view lies in what one rank has in memory.
     pub fn holds(&self, view: &View) -> bool {
         if self.is_piece(view) {

@@ -18,8 +18,8 @@ pub enum ProgramError {
     Shape { op: usize, name: &'static str, what: String },
     #[error("op {op} ({name}) reads and writes `{tensor}`, which it cannot do in place")]
     InPlace { op: usize, name: &'static str, tensor: String },
-    #[error("op {op} ({name}) works on `{tensor}`, which is in host memory")]
-    Far { op: usize, name: &'static str, tensor: String },
+    #[error("op {op} ({name}) works on `{tensor}`, which is in {home:?} memory")]
+    Far { op: usize, name: &'static str, tensor: String, home: Home },
     #[error("sections cover ops {covered}, the program has {ops}")]
     Sections { covered: usize, ops: usize },
 }
@@ -50,12 +50,16 @@ impl Program {
                     return Err(ProgramError::InPlace { op, name, tensor: label(*t) });
                 }
             }
-            // Engines that compute see no host memory.
-            let lane = entry.kind.lane();
-            let copies = matches!(lane, Lane::HostToDevice | Lane::DeviceToHost);
-            let far = |(t, _): &&(TensorId, Access)| self.tensor(*t).home == Home::Host;
-            if let Some((t, _)) = operands.iter().find(far).filter(|_| !copies) {
-                return Err(ProgramError::Far { op, name, tensor: label(*t) });
+            // Engines that compute see no host memory, and the host's cores no other.
+            let foreign = match self.lane(&entry.kind) {
+                Lane::HostToDevice | Lane::DeviceToHost => None,
+                Lane::Host => Some(Home::Device),
+                Lane::Compute | Lane::Communication => Some(Home::Host),
+            };
+            let far = |(t, _): &&(TensorId, Access)| Some(self.tensor(*t).home) == foreign;
+            if let Some((t, _)) = operands.iter().find(far) {
+                let (tensor, home) = (label(*t), self.tensor(*t).home);
+                return Err(ProgramError::Far { op, name, tensor, home });
             }
             for (t, access) in operands {
                 written[t.index()] |= access != Access::Read;
@@ -203,9 +207,13 @@ impl Program {
                 return Err(format!("a master of a {} weight in {}", types[0], types[1]));
             }
         }
+        let origin = kind.updated_parameter().unwrap_or(param);
+        if !self.tensor(origin.tensor).holds(&origin) || origin.elements() != elements {
+            return Err(format!("{origin:?} is not what {param:?} is a copy of"));
+        }
         // Blocks of state are those of the whole parameter.
-        if scaled && !param.first().is_multiple_of(STATE_BLOCK) {
-            return Err(format!("a piece from {} on splits a block of state", param.first()));
+        if scaled && !origin.first().is_multiple_of(STATE_BLOCK) {
+            return Err(format!("a piece from {} on splits a block of state", origin.first()));
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use plimsoll_plan::PlanReport;
 use plimsoll_program::{
     AdamW8bit, Codebook, Lora, MasterWeights, Method, Offload, Optimizer, Quant, Recipe, Recompute,
-    RecomputePlan, Sharding,
+    RecomputePlan, Sharding, UpdateOn,
 };
 
 /// One change of a recipe and what it brings.
@@ -57,6 +57,7 @@ pub fn first_lever(
             method: Method::Lora,
             lora: Some(lora.clone()),
             offload: Offload::NONE,
+            update_on: UpdateOn::Device,
             ..recipe.clone()
         };
         changes.push((Price::Method, "--method lora".to_owned(), adapters));
@@ -81,6 +82,7 @@ pub fn first_lever(
             lora: adapters,
             quant,
             offload: Offload::NONE,
+            update_on: UpdateOn::Device,
             ..recipe.clone()
         };
         changes.push((Price::Method, "--method qlora".to_owned(), four));

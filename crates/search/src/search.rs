@@ -282,7 +282,7 @@ mod tests {
         let found = search(&space, 1, 2, |r: &Recipe| Some(vec![report(r, 10, 1.0)]));
         assert!(found.fitting.is_empty());
         assert_eq!(found.smallest[0].as_ref().unwrap().bytes(), 150);
-        assert_eq!(found.planned, 8 + 2 * 4 + 2, "one of each kind");
+        assert_eq!(found.planned, 8 + 2 * 7 + 2, "one of each kind");
         let found = search(&space, 1, 2, |_: &Recipe| None);
         assert!(found.smallest[0].is_none());
     }

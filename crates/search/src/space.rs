@@ -3,7 +3,7 @@
 use plimsoll_arch::DType;
 use plimsoll_program::{
     AdamW, AdamW8bit, Codebook, Lora, Method, Offload, Optimizer, Quant, Recipe, Recompute,
-    RecomputePlan, Sharding,
+    RecomputePlan, Sharding, UpdateOn,
 };
 
 /// What the user has decided, and is not to be searched.
@@ -17,6 +17,8 @@ pub struct Fixed {
     /// Clipping forbids the optimizer in backward.
     pub max_grad_norm: bool,
     pub offload: bool,
+    /// Where updates run on state that is offloaded.
+    pub update_on: bool,
     /// The stage of ZeRO.
     pub zero: bool,
 }
@@ -81,6 +83,12 @@ impl Space {
                     lines.push(Recipe { recompute, ..moved.clone() });
                 }
             }
+        }
+        if !fixed.update_on {
+            let offloaded = lines.iter().filter(|recipe| recipe.offload.optimizer);
+            let on_host = |recipe: &Recipe| Recipe { update_on: UpdateOn::Host, ..recipe.clone() };
+            let on_host: Vec<Recipe> = offloaded.map(on_host).collect();
+            lines.extend(on_host);
         }
         Space { lines, most: if fixed.batch { 0 } else { MOST }, host_memory: None }
     }
@@ -227,9 +235,9 @@ mod tests {
         let lora = Lora::default();
         let all = Space::of(&base, &lora, 8, Fixed::default());
         // Full: 3 optimizers, twice; LoRA and QLoRA: one; 13 recompute plans. Two
-        // optimizers with two offloads at two levels, one at one and that of activations at
-        // five; for adapters the latter.
-        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (2 * 2 + 1 + 5) + 2 * 5);
+        // optimizers with two offloads at two levels and one at one, all with updates on
+        // either side, and that of activations at five; for adapters the latter.
+        assert_eq!(all.lines.len(), (6 + 1 + 1) * 13 + 2 * (2 * (2 * 2 + 1) + 5) + 2 * 5);
         assert!(all.size() > 10_000);
         assert!(all.lines.iter().all(|r| r.batch == 1));
         assert!(all.lines.iter().all(|r| !r.optimizer_in_backward || r.max_grad_norm.is_none()));
@@ -241,6 +249,7 @@ mod tests {
             optimizer_in_backward: true,
             max_grad_norm: false,
             offload: true,
+            update_on: true,
             zero: true,
         };
         let one = Space::of(&base, &lora, 8, fixed);

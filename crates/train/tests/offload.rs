@@ -8,7 +8,7 @@ use plimsoll_model::{init_adapter, init_state, init_weights};
 use plimsoll_plan::{Device, lay_out};
 use plimsoll_program::{
     AdamW, AdamW8bit, Class, Codebook, Home, Lane, Lora, MasterWeights, Offload, Optimizer,
-    Program, Quant, Recipe, RecomputePlan, Sgd, TensorId,
+    Program, Quant, Recipe, RecomputePlan, Sgd, TensorId, UpdateOn,
 };
 use plimsoll_train::{EarlyStop, MicroBatch, ModelFiles, Session, TrainPlan, TrainerState};
 
@@ -153,7 +153,7 @@ fn recipe(precision: DType, optimizer: Optimizer, fused: bool, recompute: &str) 
 }
 
 fn copies(program: &Program, lane: Lane) -> usize {
-    program.ops.iter().filter(|op| op.kind.lane() == lane).count()
+    program.ops.iter().filter(|op| program.lane(&op.kind) == lane).count()
 }
 
 #[test]
@@ -179,10 +179,14 @@ fn same_with_offload(name: &str, arch: &Architecture, plain: &Recipe) {
     let (fused, recompute) = (plain.optimizer_in_backward, &plain.recompute);
     let mut reference = Run::new(arch, plain);
     let (losses, state) = (reference.steps(0..3), reference.state());
-    for offload in [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS]
-    {
-        let what = format!("{name}, in backward {fused}, {recompute}, {offload}");
-        let mut run = Run::new(arch, &Recipe { offload, ..plain.clone() });
+    let offloads = [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS];
+    let places = [UpdateOn::Device, UpdateOn::Host];
+    let all = offloads.iter().flat_map(|o| places.map(|update_on| (o.clone(), update_on)));
+    for (offload, update_on) in all {
+        let what = format!("{name}, in backward {fused}, {recompute}, {offload}, on {update_on:?}");
+        let mut run = Run::new(arch, &Recipe { offload, update_on, ..plain.clone() });
+        let on_host = copies(&run.plan.train, Lane::Host);
+        assert_eq!(on_host > 20, update_on == UpdateOn::Host, "{what}: {on_host}");
         assert!(copies(&run.plan.train, Lane::HostToDevice) > 20, "{what}");
         assert!(copies(&run.plan.train, Lane::DeviceToHost) > 20, "{what}");
         assert!(run.plan.slabs().host > 0, "{what}");
@@ -265,17 +269,19 @@ fn a_run_goes_on_with_another_offload() {
     reference.steps(0..2);
     let expected = (reference.steps(2..4), reference.state());
     let all = [
-        Offload::NONE,
-        Offload::OPTIMIZER,
-        Offload::OPTIMIZER_WEIGHTS,
-        Offload::OPTIMIZER_ACTIVATIONS,
-        Offload::ACTIVATIONS,
+        (Offload::NONE, UpdateOn::Device),
+        (Offload::OPTIMIZER, UpdateOn::Device),
+        (Offload::OPTIMIZER_WEIGHTS, UpdateOn::Host),
+        (Offload::OPTIMIZER_ACTIVATIONS, UpdateOn::Device),
+        (Offload::OPTIMIZER, UpdateOn::Host),
+        (Offload::ACTIVATIONS, UpdateOn::Device),
     ];
-    for (n, offload) in all.iter().cloned().enumerate() {
-        let before = all[(n + 1) % all.len()].clone();
-        let what = format!("{offload} after {before}");
-        let out = folder(&offload.to_string());
-        let mut first = Run::new(&arch, &Recipe { offload: before, ..plain.clone() });
+    for (n, (offload, update_on)) in all.iter().cloned().enumerate() {
+        let (before, update_before) = all[(n + 1) % all.len()].clone();
+        let what = format!("{offload} on {update_on:?} after {before} on {update_before:?}");
+        let out = folder(&format!("{n}"));
+        let first = Recipe { offload: before, update_on: update_before, ..plain.clone() };
+        let mut first = Run::new(&arch, &first);
         first.steps(0..2);
         let state = TrainerState {
             step: 2,
@@ -288,7 +294,7 @@ fn a_run_goes_on_with_another_offload() {
         };
         let files = ModelFiles::default();
         let path = first.session().save_checkpoint(&out, &state, &files, 1).unwrap();
-        let mut second = Run::new(&arch, &Recipe { offload, ..plain.clone() });
+        let mut second = Run::new(&arch, &Recipe { offload, update_on, ..plain.clone() });
         second.session().load_checkpoint(&path, &state.fingerprint).unwrap();
         let seen = (second.steps(2..4), second.state());
         assert!(seen == expected, "{what}");
@@ -315,16 +321,29 @@ fn the_device_holds_what_is_in_use() {
     let norms = (2 * arch.num_hidden_layers as u64 + 1) * arch.hidden_size as u64;
     assert_eq!(optimizer.host, 4 * (parameters - embedding - norms));
     assert!(optimizer.device < 30_000_000_000, "{}", optimizer.device);
+    // Updates on the host: no state on the device but the embedding's and the norms'; beside
+    // the state two layers' worth of gradients and weights, in whole pieces.
+    let on_host = |offload| {
+        let recipe = Recipe { offload, update_on: UpdateOn::Host, ..plan(Offload::NONE).recipe };
+        TrainPlan::new(&arch, &recipe, &TARGET).unwrap().slabs()
+    };
+    let updates = on_host(Offload::OPTIMIZER);
+    assert!(updates.device < optimizer.device, "{} {}", updates.device, optimizer.device);
+    let layer = 2 * (parameters - 2 * embedding) / arch.num_hidden_layers as u64;
+    let ring = updates.host - optimizer.host;
+    assert!((4 * layer..5 * layer).contains(&ring), "{ring}, a layer has {layer}");
     let weights = slabs(Offload::OPTIMIZER_WEIGHTS);
     assert!(weights.device < 16_000_000_000, "{}", weights.device);
     let blocks = parameters - 2 * embedding - norms;
     assert_eq!(weights.host, 4 * (parameters - norms) + 2 * blocks);
+    let updates = on_host(Offload::OPTIMIZER_WEIGHTS);
+    assert!(updates.device < weights.device, "{} {}", updates.device, weights.device);
     let activations = slabs(Offload::OPTIMIZER_ACTIVATIONS);
     assert!(activations.device < optimizer.device);
     assert!(activations.host > optimizer.host);
     // Large copies: nothing of the state below 8 MiB.
     let program = plan(Offload::OPTIMIZER).train;
-    for op in program.ops.iter().filter(|op| op.kind.lane() == Lane::HostToDevice) {
+    for op in program.ops.iter().filter(|op| program.lane(&op.kind) == Lane::HostToDevice) {
         let bytes = program.work(op).bytes;
         assert!(bytes >= f64::from(16 << 20), "{bytes}");
     }

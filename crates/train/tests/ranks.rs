@@ -12,7 +12,7 @@ use plimsoll_model::{init_adapter, init_state, init_weights, read_architecture};
 use plimsoll_plan::Device;
 use plimsoll_program::{
     AdamW8bit, Codebook, Home, Lora, MasterWeights, Offload, Optimizer, Projection, Quant, Recipe,
-    Recompute, RecomputePlan, Sgd, Sharding, master_name, weight_parts,
+    Recompute, RecomputePlan, Sgd, Sharding, UpdateOn, master_name, weight_parts,
 };
 use plimsoll_quant::join_master;
 use plimsoll_train::{
@@ -329,10 +329,18 @@ fn offload_changes_no_bit_on_several_ranks() {
             };
             let out = TempDir::new().unwrap();
             let without = train(&arch, &recipe, out.path(), 0, 3);
-            for offload in ["optimizer", "optimizer+weights", "optimizer+activations"] {
+            for (offload, update_on) in [
+                ("optimizer", UpdateOn::Device),
+                ("optimizer+weights", UpdateOn::Device),
+                ("optimizer+activations", UpdateOn::Device),
+                ("optimizer", UpdateOn::Host),
+                ("optimizer+weights", UpdateOn::Host),
+            ] {
                 let offload: Offload = offload.parse().unwrap();
-                let what = format!("{model}, {ranks} ranks, zero {zero}, {fused}, {offload}");
-                let recipe = Recipe { offload, ..recipe.clone() };
+                let what = format!(
+                    "{model}, {ranks} ranks, zero {zero}, {fused}, {offload} on {update_on:?}"
+                );
+                let recipe = Recipe { offload, update_on, ..recipe.clone() };
                 let plan = TrainPlan::new(&arch, &recipe, &TARGET).unwrap();
                 // The host holds what it was meant to, of each rank its part.
                 let far = plan.train.tensors.iter().filter(|t| t.home == Home::Host && t.resident);

@@ -167,10 +167,12 @@ simd_fn! {
         seed: [u32; 2],
     ) {
         let [lr, weight_decay, grad_scale] = hyper;
-        for (i, (param, grad)) in param.iter_mut().zip(grad).enumerate() {
-            let p = param.to_f32();
-            let g = fma::<FMA>(weight_decay, p, grad.to_f32() * grad_scale);
-            *param = P::from_f32_stochastic(fma::<FMA>(-lr, g, p), random(seed, i as u32));
+        let n = param.len();
+        let grad = &grad[..n];
+        for i in 0..n {
+            let p = param[i].to_f32();
+            let g = fma::<FMA>(weight_decay, p, grad[i].to_f32() * grad_scale);
+            param[i] = P::from_f32_stochastic(fma::<FMA>(-lr, g, p), random(seed, i as u32));
         }
     }
 }
@@ -184,13 +186,15 @@ simd_fn! {
         seed: [u32; 2],
     ) {
         let [lr, weight_decay, grad_scale, momentum] = hyper;
-        for (i, ((param, grad), buffer)) in param.iter_mut().zip(grad).zip(buffer).enumerate() {
-            let p = param.to_f32();
-            let g = fma::<FMA>(weight_decay, p, grad.to_f32() * grad_scale);
-            let b = fma::<FMA>(momentum, buffer.to_f32(), g);
+        let n = param.len();
+        let (grad, buffer) = (&grad[..n], &mut buffer[..n]);
+        for i in 0..n {
+            let p = param[i].to_f32();
+            let g = fma::<FMA>(weight_decay, p, grad[i].to_f32() * grad_scale);
+            let b = fma::<FMA>(momentum, buffer[i].to_f32(), g);
             let bits = random(seed, i as u32);
-            *buffer = M::from_f32_stochastic(b, bits >> 16);
-            *param = P::from_f32_stochastic(fma::<FMA>(-lr, b, p), bits);
+            buffer[i] = M::from_f32_stochastic(b, bits >> 16);
+            param[i] = P::from_f32_stochastic(fma::<FMA>(-lr, b, p), bits);
         }
     }
 }

@@ -5,12 +5,12 @@ use plimsoll_cuda::{CudaDevice, CudaTarget};
 use plimsoll_model::init_adapter;
 use plimsoll_plan::{Device, Taken};
 use plimsoll_program::{
-    AdamW, AdamW8bit, Class, Codebook, Lane, Lora, MasterWeights, Method, Offload, Optimizer,
-    Quant, Recipe, RecomputePlan, Sgd, TensorId, build,
+    AdamW, AdamW8bit, Class, Codebook, Lane, Lora, MasterWeights, Method, Offload, Op, Optimizer,
+    Quant, Recipe, RecomputePlan, Sgd, TensorId, UpdateOn, build,
 };
 
 use super::steps::{feed, models, recipe, scalars, small, start};
-use super::{Bench, Report};
+use super::{Bench, Report, distance};
 
 const STEPS: u64 = 4;
 
@@ -92,6 +92,19 @@ impl Run {
         Run { bench, losses }
     }
 
+    /// The largest distance of a weight from that of another run, relative.
+    fn worst_weight(&mut self, other: &mut Run) -> f64 {
+        let tensors = &self.bench.program.tensors;
+        let weights = tensors.iter().filter(|t| t.class == Class::Weight);
+        let names: Vec<String> = weights.map(|t| t.name.clone()).collect();
+        let of = |run: &mut Run, name: &str| {
+            let id = run.bench.find(name);
+            run.bench.read(id)
+        };
+        let distances = names.iter().map(|name| distance(&of(self, name), &of(other, name)));
+        distances.fold(0.0, f64::max)
+    }
+
     /// The first tensor whose bits are not those of another run.
     fn difference(&mut self, other: &mut Run) -> Option<String> {
         if self.losses != other.losses {
@@ -137,6 +150,40 @@ pub fn check(report: &mut Report) {
                 report.holds(&format!("{what} has the bits of none"), difference.is_none());
                 memory(report, &what, &mut with.bench);
             }
+            if plain.method == Method::Full {
+                on_the_host(report, &arch, name, &plain, &mut without);
+            }
+        }
+    }
+}
+
+/// Updates by the host's cores: the same bits wherever weights live, and what the GPU's own
+/// updates make of it but for the order of a rounding: a parameter that is rounded
+/// stochastically may go the other way now and then.
+fn on_the_host(
+    report: &mut Report,
+    arch: &Architecture,
+    name: &str,
+    plain: &Recipe,
+    without: &mut Run,
+) {
+    let mut first: Option<Run> = None;
+    for offload in [Offload::OPTIMIZER, Offload::OPTIMIZER_WEIGHTS, Offload::OPTIMIZER_ACTIVATIONS]
+    {
+        let what = format!("{}: {name}, offload {offload}, updates on the host", arch.name);
+        let recipe = Recipe { offload, update_on: UpdateOn::Host, ..plain.clone() };
+        let mut run = Run::new(arch, &recipe);
+        let worst = run.worst_weight(without);
+        println!("{what}: weights within {worst:.1e} of the GPU's updates");
+        report.error(&format!("{what}: weights"), worst, 1e-3);
+        memory(report, &what, &mut run.bench);
+        match &mut first {
+            Some(first) => {
+                let difference = run.difference(first);
+                println!("{what}: {}", difference.as_deref().unwrap_or("same bits"));
+                report.holds(&format!("{what} has the bits of optimizer"), difference.is_none());
+            }
+            None => first = Some(run),
         }
     }
 }
@@ -144,7 +191,8 @@ pub fn check(report: &mut Report) {
 /// Host memory is what was planned.
 fn memory(report: &mut Report, what: &str, bench: &mut Bench<CudaDevice>) {
     let taken = taken(&mut bench.device);
-    let copies = bench.program.ops.iter().filter(|op| op.kind.lane() != Lane::Compute).count();
+    let apart = |op: &&Op| bench.program.lane(&op.kind) != Lane::Compute;
+    let copies = bench.program.ops.iter().filter(apart).count();
     let planned = bench.layout.host_bytes;
     println!("  {copies} copies; host {planned} bytes planned, {} resident", taken.host);
     // Pages, and the stacks of the threads that touch them.

@@ -503,6 +503,7 @@ fn updates(report: &mut Report, dtype: DType) {
                 eps: 1e-8,
                 weight_decay: 0.1 * stream as f32,
                 stream,
+                origin: None,
             });
             let (param, velocity) = (c.random(size, dtype), Some(c.random(size, state)));
             sgd.push(OpKind::Sgd {
@@ -515,6 +516,7 @@ fn updates(report: &mut Report, dtype: DType) {
                 momentum: 0.9,
                 weight_decay: 0.01,
                 stream,
+                origin: None,
             });
         }
         kinds.push(OpKind::GradNorm { grads, norm, max_norm: Some(1.0) });
@@ -582,6 +584,7 @@ fn share_of_updates(report: &mut Report, dtype: DType, masters: bool) {
             eps: 1e-8,
             weight_decay: 0.1,
             stream: stream as u32,
+            origin: None,
         });
     }
     grads.push(c.random(&[100], dtype));
@@ -723,6 +726,7 @@ fn updates_8bit(report: &mut Report, dtype: DType) {
                 eps: 1e-8,
                 weight_decay: 0.1 * stream as f32,
                 stream: stream as u32,
+                origin: None,
             });
         }
         let what = format!("adamw8bit {dtype} clip {clip} masters {masters}");

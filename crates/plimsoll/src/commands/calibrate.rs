@@ -6,8 +6,10 @@ use std::time::Instant;
 use clap::{Args, ValueEnum};
 use plimsoll_arch::preset;
 use plimsoll_calibrate::{Facts, Grid, calibrate, slab_bytes};
+use plimsoll_cpu::kernels::{AdamW, Rounding, adamw};
+use plimsoll_cpu::pool::Pool;
 use plimsoll_cuda::device_info;
-use plimsoll_plan::{DeviceKind, DeviceProfile, lay_out, schedule};
+use plimsoll_plan::{DeviceKind, DeviceProfile, Host, lay_out, schedule};
 use plimsoll_program::{Recipe, build};
 
 use crate::devices::DeviceArg;
@@ -57,12 +59,52 @@ pub fn run(args: &CalibrateArgs) -> Outcome {
     let bytes = slab_bytes(&grid, facts.kind, &*target).map_err(failed)?;
     let mut device = kind.reserve(bytes)?;
     let mut progress = |what: &str| note!("{:5.1} s  {what}", start.elapsed().as_secs_f64());
-    let profile =
+    let mut profile =
         calibrate(&mut *device, &*target, &facts, &grid, &mut progress).map_err(failed)?;
+    if profile.kind == DeviceKind::Cuda {
+        drop(device);
+        progress("updates on the host");
+        profile.host = Some(host(&profile)?);
+    }
     profile.write(&path).map_err(Stop::input)?;
     out!("{}", summary(&profile)?);
     outln!("{}", path.display());
     Ok(())
+}
+
+/// The machine that a GPU hangs on: its cores, and what its memory was seen to move, under
+/// updates on all cores or under the link's copies both ways.
+fn host(gpu: &DeviceProfile) -> Result<Host, Stop> {
+    // No cache holds half a gigabyte.
+    const ELEMENTS: usize = 1 << 25;
+    let hyper = AdamW {
+        lr: 1e-3,
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.01,
+        bias_correction1: 0.1,
+        bias_correction2: 0.001,
+        grad_scale: 1.0,
+    };
+    let threads = crate::threads();
+    let pool = Pool::new(threads).map_err(|e| Stop::Failed(format!("{threads} threads: {e}")))?;
+    let [mut param, grad, mut m, mut v] = [1.0f32, 0.01, 0.0, 0.0].map(|x| vec![x; ELEMENTS]);
+    let mut seconds = f64::INFINITY;
+    for _ in 0..8 {
+        let started = Instant::now();
+        pool.install(|| adamw(&mut param, &grad, &mut m, &mut v, &hyper, Rounding::new(1)));
+        seconds = seconds.min(started.elapsed().as_secs_f64());
+    }
+    // Three are read and written, the gradient is read.
+    let updates = (7 * size_of::<f32>() * ELEMENTS) as f64 / seconds;
+    let copies = gpu.to_device_bytes_per_second + gpu.to_host_bytes_per_second;
+    Ok(Host {
+        cores: threads as f64,
+        bytes_per_second: updates.max(copies).round(),
+        ranks: 1,
+        source: gpu.source.clone().into(),
+    })
 }
 
 /// What is known without measuring.
@@ -111,6 +153,10 @@ fn summary(profile: &DeviceProfile) -> Result<String, Stop> {
     row("starting and ending a step", format!("{:.1} us", profile.step_us));
     if profile.kind == DeviceKind::Cuda {
         row("driver, outside the slab", units::bytes(profile.overhead_bytes));
+        if let Some(host) = &profile.host {
+            let value = format!("{:.0} cores, {}", host.cores, giga(host.bytes_per_second));
+            row("the host", value);
+        }
     }
     if let Some(check) = &profile.check {
         let arch = preset(&check.model).map_err(Stop::input)?;

@@ -12,8 +12,8 @@ use crate::commands::search::{self, SearchArgs};
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
-use crate::planning::Planner;
-use crate::recipe_args::{MethodArg, Precision, RecipeArgs};
+use crate::planning::{Planner, Settled, updates_line};
+use crate::recipe_args::{Precision, RecipeArgs};
 use crate::torch_args::{Stack, TorchArgs};
 use crate::{Format, units};
 
@@ -51,7 +51,7 @@ pub struct PlanArgs {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=4096))]
     pub nodes: u64,
     /// What a machine sends to the next over all of its network, GB/s [default: 50]
-    #[arg(long, value_name = "GB_PER_SECOND", value_parser = parse_link)]
+    #[arg(long, value_name = "GB_PER_SECOND", value_parser = units::parse_rate)]
     pub link: Option<f64>,
     /// Memory to fit in: bytes, or with a unit such as 80GiB.
     #[arg(long, value_parser = units::parse_bytes)]
@@ -99,11 +99,11 @@ pub fn run(args: &PlanArgs) -> Outcome {
     let transport = args.recipe.collectives.planned(args.nodes as usize, &planner.device.name)?;
     let planner = planner
         .for_ranks(recipe.sharding.ranks, args.nodes as usize, link, transport)
-        .with_host_memory(args.recipe.host_memory, args.recipe.gpus);
-    if args.recipe.recompute_is_auto() && args.recipe.method != MethodArg::Infer {
-        recipe = planner.with_least_recompute(&arch, &recipe)?;
-    }
+        .with_host_memory(args.recipe.host_memory, args.recipe.gpus)
+        .with_host(&args.recipe, args.recipe.gpus);
+    let Settled { recipe, updates } = planner.settle(&arch, recipe, &args.recipe)?;
     let mut planned = planner.plan(&arch, &recipe)?;
+    planned.report.updates = updates;
     if let Some((usd, source)) = price(args, &planner) {
         planned.report = planned.report.with_price(usd, source);
     }
@@ -149,13 +149,6 @@ fn price(args: &PlanArgs, planner: &Planner) -> Option<(f64, String)> {
         Some((gpu.price.usd_per_hour, gpu.price.source()))
     };
     args.price.map(|usd| (usd, "as given".to_owned())).or_else(default)
-}
-
-fn parse_link(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(rate) if rate.is_finite() && (0.001..=1e5).contains(&rate) => Ok(rate),
-        _ => Err(format!("`{text}` is no rate: give GB/s, such as 50")),
-    }
 }
 
 /// Why four bits need more memory than none, where they do.
@@ -250,6 +243,9 @@ pub fn table(report: &PlanReport) -> String {
         text.push_str(&format!("  {lane:<16} busy for {}\n", units::seconds(seconds)));
     }
     text.push_str(&format!("  seconds: {}\n", report.device_source));
+    if let Some(updates) = &report.updates {
+        text.push_str(&format!("  {}\n", updates_line(updates)));
+    }
     if let Some(c) = &report.communication {
         text.push_str(&format!(
             "\n{} ranks on {} {}, ZeRO {}, gradients summed in {}; bytes above are those of one rank\n               communication {} a step, of which {} nothing else runs ({})\n",

@@ -8,7 +8,7 @@ use clap::Args;
 use plimsoll_data::Batch;
 use plimsoll_measure::Resident;
 use plimsoll_model::{init_adapter, init_state, init_weights, load_weights};
-use plimsoll_plan::{Device, Taken, schedule};
+use plimsoll_plan::{Device, Taken, Updates, schedule};
 use plimsoll_train::{Batches, MicroBatch, PackedBatches, Session, TrainPlan};
 use serde_json::{Value, json};
 
@@ -17,7 +17,7 @@ use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::measuring::Growth;
 use crate::model_source::{ModelSource, open_model};
-use crate::planning::Planner;
+use crate::planning::{Planner, Settled};
 use crate::ranks::Team;
 use crate::recipe_args::RecipeArgs;
 use crate::units;
@@ -74,6 +74,8 @@ pub struct PlannedPoint {
     pub kind: DeviceArg,
     /// Planned, of a step.
     pub seconds: f64,
+    /// Where updates run, where their state is offloaded.
+    updates: Option<Updates>,
     host_memory: Option<u64>,
     rows: Rows,
 }
@@ -121,6 +123,7 @@ pub struct Measured {
     pub slab_bytes: u64,
     pub memory_limit_bytes: u64,
     pub planned_seconds: f64,
+    pub updates: Option<Updates>,
     /// Of every timed step, sorted.
     pub seconds: Vec<f64>,
     pub tokens: f64,
@@ -134,7 +137,7 @@ impl Measured {
 
     pub fn json(&self) -> Value {
         let median = self.median();
-        json!({
+        let mut value = json!({
             "planned_bytes": self.planned_bytes,
             "measured_bytes": self.measured_bytes,
             "peak_allocated_bytes": self.lower_bound_bytes,
@@ -148,7 +151,11 @@ impl Measured {
             "planned_seconds": self.planned_seconds,
             "memory_limit_bytes": self.memory_limit_bytes,
             "loss": self.loss,
-        })
+        });
+        if let (Some(updates), Value::Object(fields)) = (&self.updates, &mut value) {
+            fields.insert("updates".into(), json!(updates));
+        }
+        value
     }
 }
 
@@ -162,8 +169,10 @@ impl PlannedPoint {
             args.recipe.recipe(&model.arch, model.stored_quant(), kind.default_precision())?;
         let ranks = recipe.sharding.ranks;
         let transport = args.recipe.collectives.here(kind, ranks, ranks)?;
-        let planner =
-            Planner::device(kind, args.memory_limit)?.for_ranks(ranks, 1, None, transport);
+        let planner = Planner::device(kind, args.memory_limit)?
+            .for_ranks(ranks, 1, None, transport)
+            .with_host(&args.recipe, ranks);
+        let Settled { recipe, updates } = planner.settle(&model.arch, recipe, &args.recipe)?;
         let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
         let (batch, seq) = (recipe.batch, recipe.seq);
         let rows = if args.full_rows {
@@ -175,7 +184,7 @@ impl PlannedPoint {
         let seconds = schedule(&plan.train, &plan.train_layout, &planner.device, Some(documents))
             .step_seconds;
         let host_memory = args.recipe.host_memory;
-        Ok(PlannedPoint { model, plan, planner, kind, seconds, host_memory, rows })
+        Ok(PlannedPoint { model, plan, planner, kind, seconds, updates, host_memory, rows })
     }
 
     /// Slab and what the driver takes beside it.
@@ -264,6 +273,7 @@ impl PlannedPoint {
             slab_bytes: self.plan.slab_bytes(),
             memory_limit_bytes: self.memory_limit(),
             planned_seconds: self.seconds,
+            updates: self.updates.clone(),
             seconds,
             tokens: (rows * recipe.seq) as f64,
             loss,

@@ -5,7 +5,7 @@ use std::time::Instant;
 use clap::Args;
 use plimsoll_arch::Architecture;
 use plimsoll_plan::{PlanReport, gpu, gpu_names};
-use plimsoll_program::{Lora, MasterWeights, Method, Optimizer, Recipe};
+use plimsoll_program::{Lora, MasterWeights, Method, Optimizer, Recipe, UpdateOn};
 use plimsoll_search::{Candidate, Fixed, Found, Lever, Space, first_lever, search};
 use serde_json::Value;
 
@@ -14,7 +14,7 @@ use crate::commands::plan::PlanArgs;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::Planner;
-use crate::recipe_args::{MethodArg, Precision};
+use crate::recipe_args::{MethodArg, Precision, UpdateOnArg};
 use crate::{Format, units};
 
 #[derive(Debug, Args)]
@@ -74,7 +74,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
         Some(lora) => lora.clone(),
         None => args.recipe.lora.lora()?,
     };
-    let mut space = Space::of(&base, &lora, arch.num_hidden_layers, fixed());
+    let mut space = Space::of(&base, &lora, arch.num_hidden_layers, fixed(args));
     // A rank's share of its machine's.
     space.host_memory = args.recipe.host_memory.map(|bytes| bytes / args.recipe.gpus.max(1) as u64);
     let plan = |recipe: &Recipe| reports(&places, &arch, recipe);
@@ -114,7 +114,7 @@ pub fn run(args: &PlanArgs) -> Outcome {
 }
 
 /// What the user gave is not searched.
-fn fixed() -> Fixed {
+fn fixed(args: &PlanArgs) -> Fixed {
     let has = |names: &[&str]| names.iter().any(|name| crate::given(name));
     Fixed {
         method: has(&["--method", "--quant"]),
@@ -124,6 +124,7 @@ fn fixed() -> Fixed {
         optimizer_in_backward: has(&["--optimizer-in-backward"]),
         max_grad_norm: has(&["--max-grad-norm"]),
         offload: has(&["--offload"]),
+        update_on: args.recipe.update_on.is_some_and(|on| on != UpdateOnArg::Auto),
         zero: has(&["--zero"]),
     }
 }
@@ -138,7 +139,9 @@ fn places(args: &PlanArgs, ranks: usize) -> Result<Vec<Place>, Stop> {
         let link = args.link.map(|g| g * 1e9);
         let transport =
             args.recipe.collectives.planned(args.nodes as usize, &planner.device.name)?;
-        let mut planner = planner.for_ranks(ranks, args.nodes as usize, link, transport);
+        let mut planner = planner
+            .for_ranks(ranks, args.nodes as usize, link, transport)
+            .with_host(&args.recipe, args.recipe.gpus);
         planner.document_tokens = args.document_tokens.map(|n| n as f64);
         let listed =
             gpu(&planner.device.name).map(|gpu| (gpu.price.usd_per_hour, gpu.price.source()));
@@ -302,7 +305,7 @@ fn table(
         text.push_str(&format!(", {ranks} GPUs: GiB of each, tokens and USD of all"));
     }
     text.push_str(&format!(
-        "\n\n{:<11}{:<7}{:>6}  {:<18}{:<12}{:<12}{:<22}{:>7}{:>9}{:>9}{:>10}{:>10}{:>9}\n",
+        "\n\n{:<11}{:<7}{:>6}  {:<18}{:<12}{:<12}{:<24}{:>7}{:>9}{:>9}{:>10}{:>10}{:>9}\n",
         "gpu",
         "method",
         "batch",
@@ -326,7 +329,7 @@ fn table(
             value.map_or(String::new(), |v| format!("{v:.digits$}"))
         };
         text.push_str(&format!(
-            "{:<11}{:<7}{:>6}  {:<18}{:<12}{:<12}{:<22}{:>7.1}{:>9.1}{:>9}{:>10.0}{:>10}{:>9}{}{}\n",
+            "{:<11}{:<7}{:>6}  {:<18}{:<12}{:<12}{:<24}{:>7.1}{:>9.1}{:>9}{:>10.0}{:>10}{:>9}{}{}\n",
             place.name,
             method_name(recipe),
             recipe.batch,
@@ -334,7 +337,7 @@ fn table(
             optimizer_name(recipe),
             if recipe.optimizer_in_backward { "in backward" } else { "end of step" },
             match ranks {
-                1 => recipe.offload.to_string(),
+                1 => offload_name(recipe),
                 _ if recipe.offload.is_none() => recipe.sharding.zero.to_string(),
                 _ => format!("{}, {}", recipe.sharding.zero, recipe.offload),
             },
@@ -349,6 +352,12 @@ fn table(
         ));
     }
     text
+}
+
+/// What is offloaded, and where updates run if not on the GPU.
+fn offload_name(recipe: &Recipe) -> String {
+    let place = if recipe.update_on == UpdateOn::Host { ", cpu" } else { "" };
+    format!("{}{place}", recipe.offload)
 }
 
 /// The command that plans exactly this.
@@ -375,6 +384,10 @@ fn command_line(args: &PlanArgs, candidate: &Candidate, places: &[Place]) -> Str
     }
     if !recipe.offload.is_none() {
         words.push(format!("--offload {}", recipe.offload));
+    }
+    if recipe.offload.optimizer {
+        let on = if recipe.update_on == UpdateOn::Host { "cpu" } else { "gpu" };
+        words.push(format!("--update-on {on}"));
     }
     if recipe.sharding.ranks > 1 {
         words.push(format!("--gpus {} --zero {}", args.recipe.gpus, recipe.sharding.zero));

@@ -152,8 +152,11 @@ fn timeline(args: &SweepArgs, points: &[Point]) -> Option<Timeline> {
     let arch = open_architecture(&args.point.model).ok()?;
     let stored = stored_quant(&args.point.model);
     let kind = DeviceArg::resolve(args.point.device);
-    let recipe = recipe.recipe(&arch, stored, kind.default_precision()).ok()?;
-    let planned = Planner::device(kind, None).ok()?.plan(&arch, &recipe).ok()?;
+    let planner = Planner::device(kind, args.point.memory_limit).ok()?;
+    let planner = planner.with_host(&recipe, recipe.gpus);
+    let settled = recipe.recipe(&arch, stored, kind.default_precision()).ok()?;
+    let recipe = planner.settle(&arch, settled, &recipe).ok()?.recipe;
+    let planned = planner.plan(&arch, &recipe).ok()?;
     let title = format!("Live bytes over one step: batch {}, seq {}", recipe.batch, recipe.seq);
     let mut timeline = planned.timeline(title);
     let measured = point.measured_bytes.map(|bytes| Level { name: "measured".to_owned(), bytes });
@@ -188,6 +191,9 @@ fn settings(args: &SweepArgs) -> Value {
     });
     if r.master_weights != MasterWeightsArg::None {
         settings["master_weights"] = r.master_weights.master_weights().name().into();
+    }
+    if let Some(on) = r.update_on {
+        settings["update_on"] = format!("{on:?}").to_lowercase().into();
     }
     if r.gpus > 1 {
         settings["gpus"] = r.gpus.into();

@@ -22,7 +22,7 @@ use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::measuring::Growth;
 use crate::model_source::{ModelSource, open_model};
-use crate::planning::Planner;
+use crate::planning::{Planner, Settled};
 use crate::ranks::Team;
 use crate::recipe_args::{MethodArg, RecipeArgs};
 use crate::weights::{open_adapter, resolve};
@@ -132,19 +132,17 @@ pub fn run(args: &TrainArgs) -> Outcome {
     recipe.sharding.ranks = team.ranks();
     recipe.check(&model.arch).map_err(Stop::input)?;
     let transport = args.recipe.collectives.here(kind, team.ranks(), team.local())?;
-    let planner = Planner::device(kind, args.memory_limit)?.for_ranks(
-        team.ranks(),
-        team.nodes(),
-        None,
-        transport,
-    );
+    let ranks_here = team.ranks().div_ceil(team.nodes());
+    let planner = Planner::device(kind, args.memory_limit)?
+        .for_ranks(team.ranks(), team.nodes(), None, transport)
+        .with_host(&args.recipe, ranks_here);
+    let Settled { recipe, updates } = planner.settle(&model.arch, recipe, &args.recipe)?;
     if args.recipe.recompute_is_auto() {
-        recipe = planner.with_least_recompute(&model.arch, &recipe)?;
         note!("recompute: {}", recipe.recompute);
     }
-    let planned = planner.plan(&model.arch, &recipe)?;
+    let mut planned = planner.plan(&model.arch, &recipe)?;
+    planned.report.updates = updates;
     planned.must_fit(&planner, &model.arch, &recipe)?;
-    let ranks_here = team.ranks().div_ceil(team.nodes());
     kind.host_must_fit(planned.slabs(), ranks_here, args.recipe.host_memory)?;
 
     note!("tokenizer: {}", model.tokenizer_from);
@@ -214,6 +212,10 @@ pub fn run(args: &TrainArgs) -> Outcome {
                 fields.insert("planned_bytes".into(), planned_bytes.into());
                 fields.insert("host_bytes".into(), plan.slabs().host.into());
                 fields.insert("measured_bytes".into(), measured.into());
+                if let Some(updates) = &planned.report.updates {
+                    let json = serde_json::to_value(updates);
+                    fields.insert("updates".into(), json.unwrap_or(Value::Null));
+                }
                 fields.insert("out".into(), args.out.display().to_string().into());
             }
             outln!("{value}");

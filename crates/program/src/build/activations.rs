@@ -225,7 +225,7 @@ fn under_way(compute: &[f64], transfers: Vec<(usize, f64)>, most: f64) -> Vec<us
 
 /// Bytes that a nominal link moves while an op computes.
 fn link_bytes(program: &Program, op: &Op) -> f64 {
-    if op.kind.lane() != Lane::Compute {
+    if program.lane(&op.kind) != Lane::Compute {
         return 0.0;
     }
     let work = program.work(op);

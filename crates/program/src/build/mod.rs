@@ -8,6 +8,7 @@ mod activations;
 mod block;
 mod builder;
 mod head;
+mod host_updates;
 mod linear;
 mod offload;
 mod optimizer;

@@ -9,11 +9,12 @@
 use plimsoll_arch::{Architecture, DType};
 use plimsoll_quant::STATE_BLOCK;
 
-use super::activations;
 use super::builder::Builder;
+use super::{activations, host_updates};
 use crate::op::SCALES;
 use crate::{
-    Access, Class, Home, Op, OpKind, Phase, Program, Recipe, Section, Shard, Tensor, TensorId, View,
+    Access, Class, Home, Op, OpKind, Phase, Program, Recipe, Section, Shard, Tensor, TensorId,
+    UpdateOn, View,
 };
 
 /// Layers whose weights are on the device at once.
@@ -33,10 +34,13 @@ pub(super) fn offload(b: Builder) -> Program {
     let (mut program, kept) = b.finish();
     if recipe.offload.weights {
         let groups = weight_groups(&mut program, arch);
-        program = visit(program, &groups);
+        program = visit(program, &groups, recipe.update_on);
     }
     if recipe.offload.optimizer {
-        program = stream_state(program, arch, recipe);
+        program = match recipe.update_on {
+            UpdateOn::Device => stream_state(program, arch, recipe),
+            UpdateOn::Host => host_updates::offload(program, arch, recipe),
+        };
     }
     if !kept.is_empty() {
         program = activations::offload(program, &kept);
@@ -57,15 +61,15 @@ impl Group {
     }
 }
 
-/// A tensor on the device that holds one guest after the other.
-fn staging(
+/// A tensor that holds one guest after the other, by its name, shape, type and part.
+pub(super) fn staging(
     program: &mut Program,
-    name: String,
+    (name, home): (String, Home),
     shape: Vec<usize>,
     dtype: DType,
     shard: Shard,
 ) -> TensorId {
-    let (class, home, resident) = (Class::Staging, Home::Device, true);
+    let (class, resident) = (Class::Staging, true);
     program.tensors.push(Tensor { name, shape, dtype, class, home, shard, resident });
     TensorId::new(program.tensors.len() - 1)
 }
@@ -85,7 +89,10 @@ fn weight_groups(program: &mut Program, arch: &Architecture) -> Vec<Group> {
             names.flat_map(|name| find(program, Class::Weight, &name)).collect();
         let Some(first) = members.first() else { continue };
         let Tensor { shape, dtype, shard, .. } = program.tensor(*first).clone();
-        let slot = |n| staging(program, format!("staging.{n}.{kind}"), shape.clone(), dtype, shard);
+        let slot = |n| {
+            let name = (format!("staging.{n}.{kind}"), Home::Device);
+            staging(program, name, shape.clone(), dtype, shard)
+        };
         let slots = (0..WEIGHT_SLOTS.min(members.len())).map(slot).collect();
         groups.push(Group { slots, members });
     }
@@ -140,14 +147,14 @@ impl Additions {
 /// staging tensor between their first use and their last.
 ///
 /// A guest comes as soon as the one before it is done: while that one's neighbours
-/// are at work.
-fn visit(mut program: Program, groups: &[Group]) -> Program {
+/// are at work; and where it is updated on the host, behind that.
+fn visit(mut program: Program, groups: &[Group], update_on: UpdateOn) -> Program {
     let mut additions = Additions::new(&program);
     let sections: Vec<Section> = program.sections.clone();
     for group in groups {
         let mut stays: Vec<Vec<Vec<Visit>>> = Vec::new();
         for section in &sections {
-            stays.push(visits(&program, group, section));
+            stays.push(visits(&program, group, section, update_on));
         }
         for (section, slots) in stays.iter().enumerate() {
             for (slot, visits) in slots.iter().enumerate() {
@@ -165,7 +172,10 @@ fn visit(mut program: Program, groups: &[Group]) -> Program {
                         let phase = program.ops[visit.first].phase;
                         let kind = OpKind::ToDevice { from: host, to: here };
                         let before = n.checked_sub(1).map(|n| visits[n].last);
-                        let list = match before {
+                        let changed = (sections[section].ops.start..visit.first).rfind(|at| {
+                            changes_at_home(&program.ops[*at], visit.tensor, update_on)
+                        });
+                        let list = match before.max(changed) {
                             Some(at) => &mut additions.loads[at],
                             None => &mut additions.start[section],
                         };
@@ -178,20 +188,41 @@ fn visit(mut program: Program, groups: &[Group]) -> Program {
             }
         }
         for op in &mut program.ops {
-            op.kind.replace(|t| group.slot(t).map_or(t, |slot| group.slots[slot]));
+            let at_home = |t: &TensorId| changes_at_home(op, *t, update_on);
+            let stays = op.kind.subject().filter(at_home);
+            let slot = |t| group.slot(t).filter(|_| Some(t) != stays);
+            op.kind.replace(|t| slot(t).map_or(t, |slot| group.slots[slot]));
         }
     }
     additions.apply(program)
 }
 
+/// Whether an op is the update of a parameter in host memory, which is no visit.
+fn changes_at_home(op: &Op, param: TensorId, update_on: UpdateOn) -> bool {
+    let updated = op.kind.updated_parameter();
+    update_on == UpdateOn::Host && updated.is_some_and(|view| view.tensor == param)
+}
+
 /// The stays in each slot of a group during one section.
-fn visits(program: &Program, group: &Group, section: &Section) -> Vec<Vec<Visit>> {
+fn visits(
+    program: &Program,
+    group: &Group,
+    section: &Section,
+    update_on: UpdateOn,
+) -> Vec<Vec<Visit>> {
     let mut slots: Vec<Vec<Visit>> = group.slots.iter().map(|_| Vec::new()).collect();
+    // What the last guest of a slot is a copy of was updated at home: it comes again.
+    let mut changed = vec![false; slots.len()];
     for at in section.ops.clone() {
         program.ops[at].kind.for_each_operand(|tensor, access| {
             let Some(slot) = group.slot(tensor) else { return };
             let visits = &mut slots[slot];
-            if visits.last().is_none_or(|v| v.tensor != tensor) {
+            if changes_at_home(&program.ops[at], tensor, update_on) {
+                changed[slot] |= visits.last().is_some_and(|v| v.tensor == tensor);
+                return;
+            }
+            if visits.last().is_none_or(|v| v.tensor != tensor || changed[slot]) {
+                changed[slot] = false;
                 let loaded = access != Access::Write;
                 visits.push(Visit { tensor, first: at, last: at, loaded, last_write: None });
             }
@@ -231,7 +262,7 @@ struct Piece {
 }
 
 /// A parameter as what its pieces are cut from: its rows, or the elements of a part.
-fn sliced(program: &Program, param: View) -> View {
+pub(super) fn sliced(program: &Program, param: View) -> View {
     match program.tensor(param.tensor).shard {
         Shard::Whole => param,
         Shard::Padded { part, .. } | Shard::Part { part, .. } => {
@@ -241,37 +272,59 @@ fn sliced(program: &Program, param: View) -> View {
 }
 
 /// A tensor of an update's state, and whether it holds scales of blocks.
-type StateView = (View, bool);
+pub(super) type StateView = (View, bool);
 
-/// Moves the state of matrices to host memory; that of norms and biases, a few
-/// thousandths of all, stays. So does the embedding's where updates run inside
-/// backward and memory does not matter most: its gradient is complete last, and
+/// The state of an update, in the order of its operands.
+pub(super) fn state_of(update: &OpKind) -> Vec<StateView> {
+    let state = update.update_operands().map(|(.., state)| state);
+    let state = state.into_iter().flatten().enumerate();
+    state.filter_map(|(n, view)| Some((view?, SCALES.contains(&n)))).collect()
+}
+
+/// An update whose state is in host memory: its op, its parameter as pieces are cut from
+/// it, and its state.
+pub(super) struct Offloaded {
+    pub op: usize,
+    pub param: View,
+    pub state: Vec<StateView>,
+}
+
+/// The updates whose state lives in host memory: those of matrices. That of norms and
+/// biases, a few thousandths of all, stays. So does the embedding's where updates run
+/// inside backward and memory does not matter most: its gradient is complete last, and
 /// nothing would be left to hide its way behind.
+///
+/// And the elements of a piece of them, at most.
+pub(super) fn offloaded_updates(program: &Program, recipe: &Recipe) -> (Vec<Offloaded>, usize) {
+    let keep_embedding = recipe.optimizer_in_backward && !recipe.offload.weights;
+    let offloaded = |(at, op): (usize, &Op)| {
+        let (param, ..) = op.kind.update_operands()?;
+        let t = program.tensor(param.tensor);
+        let stays = t.shape.len() < 2 || (keep_embedding && t.name == "embed_tokens");
+        let state = state_of(&op.kind);
+        let param = sliced(program, param);
+        (!stays && !state.is_empty()).then_some(Offloaded { op: at, param, state })
+    };
+    let updates: Vec<Offloaded> = program.ops.iter().enumerate().filter_map(offloaded).collect();
+    let total: usize = updates.iter().map(|update| update.param.elements()).sum();
+    (updates, (total / 32).clamp(LEAST_ELEMENTS, MOST_ELEMENTS))
+}
+
+/// Staging tensors in a ring of `pieces` of all layers.
+pub(super) fn ring_slots(pieces: usize, layers: usize) -> usize {
+    let count = (STATE_LAYERS.min(layers) * pieces).div_ceil(layers).max(4);
+    count.min(pieces)
+}
+
+/// Moves the state of [`offloaded_updates`] to host memory.
 ///
 /// Piece by piece, in the order of the updates: state comes in, the update works on
 /// it, it goes out, and what comes a ring later takes its place.
 fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> Program {
-    let keep_embedding = recipe.optimizer_in_backward && !recipe.offload.weights;
-    let streams = |program: &Program, op: &Op| {
-        let (param, _, state) = op.kind.update_operands()?;
-        let t = program.tensor(param.tensor);
-        let stays = t.shape.len() < 2 || (keep_embedding && t.name == "embed_tokens");
-        let state = state.into_iter().enumerate();
-        let state: Vec<StateView> =
-            state.filter_map(|(n, view)| Some((view?, SCALES.contains(&n)))).collect();
-        (!stays && !state.is_empty()).then(|| (sliced(program, param), state))
-    };
-    let updates: Vec<(usize, View, Vec<StateView>)> = program
-        .ops
-        .iter()
-        .enumerate()
-        .filter_map(|(at, op)| streams(&program, op).map(|(param, state)| (at, param, state)))
-        .collect();
-    let total: usize = updates.iter().map(|(_, param, _)| param.elements()).sum();
-    let most = (total / 32).clamp(LEAST_ELEMENTS, MOST_ELEMENTS);
+    let (updates, most) = offloaded_updates(&program, recipe);
     let mut rings: Vec<Ring> = Vec::new();
     let mut pieces: Vec<Piece> = Vec::new();
-    for (op, param, state) in &updates {
+    for Offloaded { op, param, state } in &updates {
         let dtype = |view: &View| program.tensor(view.tensor).dtype;
         let form: Vec<_> = state.iter().map(|(view, scales)| (dtype(view), *scales)).collect();
         let ring = rings.iter().position(|r| r.form == form).unwrap_or_else(|| {
@@ -287,15 +340,13 @@ fn stream_state(mut program: Program, arch: &Architecture, recipe: &Recipe) -> P
     }
     for (n, ring) in rings.iter_mut().enumerate() {
         let mine = || pieces.iter().filter(|p| p.ring == n);
-        let cols = |op: usize| updates.iter().find(|u| u.0 == op).map_or(0, |u| u.1.cols);
+        let cols = |op: usize| updates.iter().find(|u| u.op == op).map_or(0, |u| u.param.cols);
         let largest = mine().map(|p| p.rows.len() * cols(p.op)).max().unwrap_or(0);
-        let layers = STATE_LAYERS.min(arch.num_hidden_layers);
-        let count = (layers * mine().count()).div_ceil(arch.num_hidden_layers).max(4);
-        for slot in 0..count.min(mine().count()) {
+        for slot in 0..ring_slots(mine().count(), arch.num_hidden_layers) {
             let form = ring.form.clone().into_iter().enumerate();
             let tensors = form.map(|(part, (dtype, scales))| {
                 let cols = if scales { largest.div_ceil(STATE_BLOCK) } else { largest };
-                let name = format!("staging.{slot}.state.{n}.{part}");
+                let name = (format!("staging.{slot}.state.{n}.{part}"), Home::Device);
                 staging(&mut program, name, vec![1, cols], dtype, Shard::Whole)
             });
             ring.slots.push(tensors.collect());
@@ -356,7 +407,7 @@ fn first_loads_at(ops: &[Op], section: &Section, pieces: &[Piece]) -> usize {
 
 /// Rows of a parameter in pieces of about the same size, of at most about `most`
 /// elements.
-fn row_pieces(param: &View, most: usize) -> Vec<std::ops::Range<usize>> {
+pub(super) fn row_pieces(param: &View, most: usize) -> Vec<std::ops::Range<usize>> {
     let count = param.elements().div_ceil(most).max(1);
     let step = PIECE_ALIGNMENT / gcd(param.cols.max(1), PIECE_ALIGNMENT);
     let rows = param.rows.div_ceil(count).next_multiple_of(step);
@@ -378,27 +429,10 @@ struct Staged {
 
 impl Staged {
     fn new(program: &Program, op: &Op, piece: &Piece, ring: &Ring, slot: usize) -> Staged {
-        let rows = piece.rows.len();
         let mut update = op.clone();
         let mut state = Vec::new();
         let mut operand = 0;
-        let (first, elements) = match op.kind.update_operands() {
-            Some((param, ..)) => {
-                let all = sliced(program, param);
-                let part = all.rows_at(piece.rows.start, rows);
-                (part.first() - all.first(), part.elements())
-            }
-            None => unreachable!("pieces are of updates"),
-        };
-        let blocks = (first / STATE_BLOCK, elements.div_ceil(STATE_BLOCK));
-        let cut = |view: View, scales: bool| match program.tensor(view.tensor).shard {
-            Shard::Whole if scales => view.cols_at(blocks.0, blocks.1),
-            Shard::Whole => view.rows_at(piece.rows.start, rows),
-            Shard::Padded { part, .. } | Shard::Part { part, .. } => {
-                let (first, elements) = if scales { blocks } else { (first, elements) };
-                View::of_part(view.tensor, part, first, elements)
-            }
-        };
+        let cut = cutter(program, &op.kind, &piece.rows);
         update.kind.map_update(|view| {
             operand += 1;
             match operand - 1 {
@@ -431,6 +465,29 @@ impl Staged {
             phase: self.phase,
             workspace: None,
         })
+    }
+}
+
+/// Of an operand of an update, the piece that belongs to `rows` of the [`sliced`]
+/// parameter; of scales, those of its blocks.
+pub(super) fn cutter(
+    program: &Program,
+    update: &OpKind,
+    rows: &std::ops::Range<usize>,
+) -> impl Fn(View, bool) -> View {
+    let Some((param, ..)) = update.update_operands() else { unreachable!("pieces are of updates") };
+    let all = sliced(program, param);
+    let part = all.rows_at(rows.start, rows.len());
+    let (first, elements) = (part.first() - all.first(), part.elements());
+    let blocks = (first / STATE_BLOCK, elements.div_ceil(STATE_BLOCK));
+    let rows = rows.clone();
+    move |view, scales| match program.tensor(view.tensor).shard {
+        Shard::Whole if scales => view.cols_at(blocks.0, blocks.1),
+        Shard::Whole => view.rows_at(rows.start, rows.len()),
+        Shard::Padded { part, .. } | Shard::Part { part, .. } => {
+            let (first, elements) = if scales { blocks } else { (first, elements) };
+            View::of_part(view.tensor, part, first, elements)
+        }
     }
 }
 

@@ -82,6 +82,7 @@ fn update(b: &mut Builder, param: Param) {
             eps: o.eps,
             weight_decay: decay(o.weight_decay),
             stream,
+            origin: None,
         },
         (
             Optimizer::AdamW(AdamW { beta1, beta2, eps, weight_decay, .. })
@@ -100,6 +101,7 @@ fn update(b: &mut Builder, param: Param) {
             eps,
             weight_decay: decay(weight_decay),
             stream,
+            origin: None,
         },
         (Optimizer::Sgd(o), state) => OpKind::Sgd {
             param,
@@ -111,6 +113,7 @@ fn update(b: &mut Builder, param: Param) {
             momentum: o.momentum,
             weight_decay: decay(o.weight_decay),
             stream,
+            origin: None,
         },
     };
     b.op(kind);
