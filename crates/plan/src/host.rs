@@ -65,8 +65,7 @@ const DESKTOP: Machine = Machine {
 const SHARES_OF_ONE: usize = 2;
 
 /// Nanoseconds of one core for an element of an update, with all operands in memory that
-/// no cache holds: `examples/optimizer.rs` of `plimsoll-cpu` with one thread, an EPYC core
-/// with AVX2 or better.
+/// no cache holds: `examples/optimizer.rs` of `plimsoll-cpu` on a Zen 3 core (AVX2).
 const ADAMW_NS: f64 = 1.0;
 const ADAMW_BF16_STATE_NS: f64 = 1.5;
 const ADAMW_8BIT_NS: f64 = 4.5;

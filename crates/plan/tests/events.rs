@@ -96,6 +96,28 @@ fn memory_handed_on_from_tensor_to_tensor_is_waited_for() {
 }
 
 #[test]
+fn pieces_of_a_part_are_apart_whichever_rank_has_it() {
+    let part = ELEMENTS / 2;
+    let padded =
+        Tensor { shard: Shard::Padded { ranks: 2, part }, ..tensor("w", Home::Device, true) };
+    let tensors = vec![tensor("host", Home::Host, true), padded, tensor("x", Home::Device, true)];
+    let piece = |n: usize| View::of_part(TensorId::new(1), part, n * part / 2, part / 2);
+    let slot = |n: usize| View { cols: part / 2, col: n * part / 2, ..whole(0) };
+    let ops = vec![
+        op(OpKind::ToHost { from: piece(0), to: slot(0) }),
+        op(OpKind::ToDevice { from: slot(2), to: piece(1) }),
+        op(OpKind::ToDevice { from: slot(3), to: piece(0) }), // 2: waits for 0
+        work(1, 2),                                           // 3: of all of it
+    ];
+    let program = program(tensors, ops);
+    let waits = Waits::new(&program, &lay_out(&program));
+    let expected: [&[usize]; 4] = [&[], &[], &[0], &[2]];
+    for (at, expected) in expected.into_iter().enumerate() {
+        assert_eq!(waits.of(at), expected, "op {at}");
+    }
+}
+
+#[test]
 fn sections_join_all_lanes() {
     let tensors = vec![tensor("host", Home::Host, true), tensor("device", Home::Device, true)];
     let mut program = program(tensors, vec![up(0, 1), down(1, 0)]);
