@@ -683,8 +683,7 @@ impl Memory<'_> {
                     let (m, v) = (&mut m[..n], &mut v[..n]);
                     match master {
                         Some(master) => {
-                            let (p, low) = self.masters(param, master);
-                            let (p, low) = (&mut p[..n], &mut low[..n]);
+                            let (p, low) = self.masters(param, master, n);
                             kernels::adamw_masters(p, low, g, (m, v), &hyper, rounding);
                         }
                         None => kernels::adamw(p, g, m, v, &hyper, rounding),
@@ -730,15 +729,8 @@ impl Memory<'_> {
                 let rounding = self.rounding(&scalars, *stream, &place);
                 match master {
                     Some(master) => {
-                        let (p, low) = self.masters(param, master);
-                        kernels::adamw8bit_masters(
-                            &mut p[..n],
-                            &mut low[..n],
-                            g,
-                            state,
-                            &hyper,
-                            rounding,
-                        );
+                        let (p, low) = self.masters(param, master, n);
+                        kernels::adamw8bit_masters(p, low, g, state, &hyper, rounding);
                     }
                     None => kernels::adamw8bit(p, g, state, &hyper, rounding),
                 }
@@ -767,8 +759,7 @@ impl Memory<'_> {
                     match master {
                         Some(master) => {
                             let velocity = velocity.map(|v| (state(v), *momentum));
-                            let (p, low) = self.masters(param, master);
-                            let (p, low) = (&mut p[..n], &mut low[..n]);
+                            let (p, low) = self.masters(param, master, n);
                             kernels::sgd_masters(p, low, g, velocity, rates, rounding);
                         }
                         None => {
@@ -782,11 +773,10 @@ impl Memory<'_> {
         }
     }
 
-    /// A bf16 parameter of an update and the lower half of its master.
-    fn masters(&self, param: &View, master: &View) -> (&mut [bf16], &mut [i16]) {
-        let param = self.updated::<bf16>(param);
-        let low = &mut self.updated::<i16>(master)[..param.len()];
-        (param, low)
+    /// The first `n` elements of a bf16 parameter of an update, and the lower halves of
+    /// their masters.
+    fn masters(&self, param: &View, master: &View, n: usize) -> (&mut [bf16], &mut [i16]) {
+        (&mut self.updated::<bf16>(param)[..n], &mut self.updated::<i16>(master)[..n])
     }
 
     /// Random bits of one parameter in one step: those of its elements, whichever
