@@ -94,6 +94,19 @@ def resumed(b, lane):
     return deviation(curve(out[1]), straight, EXACT, f"{b.gpus} GPUs, then one")
 
 
+def offloaded(b, lane):
+    """What lives in host memory, and updates on either side, against one GPU without."""
+    one = train(b, lane, "one-2", "f32", 20, [], b.gpus)
+    said = []
+    for zero, where, on in ((1, "optimizer", "gpu"), (3, "optimizer", "gpu"), (1, "optimizer", "cpu"), (3, "optimizer", "cpu"),
+                            (1, "optimizer+weights", "gpu"), (3, "optimizer+weights", "cpu"), (3, "activations", None)):
+        options = ["--offload", where, *(["--update-on", on] if on else [])]
+        name = f"ZeRO {zero} {where} {on or ''}".strip()
+        many = train(b, lane, f"offload-{len(said)}", "f32", 20, ranks(b, zero, options), 1)
+        said.append(deviation(many, one, EXACT, name))
+    return "; ".join(said)
+
+
 def collectives(b, lane):
     """Copies and NCCL sum the same numbers, in another order."""
     said = []
@@ -211,6 +224,7 @@ def benchmark(b, lane):
 CHECKS = [("losses, every ZeRO stage", losses),
           ("losses in bf16", losses_bf16),
           ("adapters", adapters),
+          ("offload", offloaded),
           ("copies and NCCL", collectives),
           ("collectives as copies, bit for bit", gpu_check.parts("ranks", extra=gpu_check.QUEUES)),
           ("resume on one GPU", resumed),
