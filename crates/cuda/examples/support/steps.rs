@@ -101,7 +101,7 @@ pub fn scalars(step: u64) -> Vec<f32> {
 }
 
 /// Both micro-batches; the gradients are complete after it.
-fn gradients<D: Device>(bench: &mut Bench<D>, arch: &Architecture, step: u64) -> f32 {
+pub fn gradients<D: Device>(bench: &mut Bench<D>, arch: &Architecture, step: u64) -> f32 {
     let tensor = bench.find("step");
     bench.write(tensor, &scalars(step));
     for micro in 0..2 {
@@ -112,12 +112,12 @@ fn gradients<D: Device>(bench: &mut Bench<D>, arch: &Architecture, step: u64) ->
     bench.read(loss)[0]
 }
 
-fn of_class<D: Device>(bench: &Bench<D>, class: Class) -> Vec<TensorId> {
+pub fn of_class<D: Device>(bench: &Bench<D>, class: Class) -> Vec<TensorId> {
     let tensors = &bench.program.tensors;
     (0..tensors.len()).filter(|i| tensors[*i].class == class).map(TensorId::new).collect()
 }
 
-fn cpu(arch: &Architecture, recipe: &Recipe) -> Bench<CpuDevice> {
+pub fn cpu(arch: &Architecture, recipe: &Recipe) -> Bench<CpuDevice> {
     let threads = cpu_threads();
     let program = build::train(arch, recipe, &CpuTarget { threads }).expect("a recipe");
     let mut bench = Bench::new(program, |b| CpuDevice::new(b, threads).expect("memory"));
@@ -125,7 +125,7 @@ fn cpu(arch: &Architecture, recipe: &Recipe) -> Bench<CpuDevice> {
     bench
 }
 
-fn gpu(arch: &Architecture, recipe: &Recipe) -> Bench<CudaDevice> {
+pub fn gpu(arch: &Architecture, recipe: &Recipe) -> Bench<CudaDevice> {
     let program = build::train(arch, recipe, &CudaTarget).expect("a recipe");
     let mut bench =
         Bench::new(program, |b| CudaDevice::new(b, 0).unwrap_or_else(|e| panic!("{e}")));
@@ -239,9 +239,12 @@ fn masters(report: &mut Report, arch: &Architecture) {
                 worst = if error.is_nan() { error } else { worst.max(error) };
             }
         }
+        // The clipping factor has other last bits there, and now and then a moment is
+        // nearest to the next of 256 numbers then.
+        let coarse = matches!(optimizer, Optimizer::AdamW8bit(_));
         let what = format!("{}: masters after three steps, {optimizer:?}", arch.name);
         println!("{worst:9.2e}  {what}");
-        report.error(&what, worst, 2e-6);
+        report.error(&what, worst, if coarse { 5e-4 } else { 2e-6 });
     }
 }
 
