@@ -49,6 +49,9 @@ pub struct PlanReport {
     pub free_bytes: Option<i64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
+    /// Page-locked host memory that a rank may take, where that was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host_memory_bytes: Option<u64>,
     pub step_seconds: f64,
     /// Of all ranks together.
     pub tokens_per_second: f64,
@@ -273,8 +276,11 @@ pub fn plan_reports(
     largest.truncate(12);
     let live = |t: &&Tensor| Live { name: t.name.clone(), class: t.class, bytes: t.bytes() };
     let largest = largest.iter().map(live).collect();
-    let tokens = (recipe.batch * recipe.accumulate * recipe.sharding.ranks) as f64
-        * if recipe.method == Method::Infer { 1.0 } else { recipe.seq as f64 };
+    // A step of inference is a token of each sequence.
+    let tokens = match recipe.method {
+        Method::Infer => recipe.batch as f64,
+        _ => (recipe.batch * recipe.accumulate * recipe.sharding.ranks * recipe.seq) as f64,
+    };
     let parameters = arch.parameters() as u64;
     // Pieces of a parameter are updated one by one; each parameter is counted once.
     let mut updated = HashSet::new();

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use plimsoll_arch::Architecture;
+use plimsoll_arch::{Architecture, DType};
 use plimsoll_cpu::CpuTarget;
 use plimsoll_cuda::{CudaTarget, device_info};
 use plimsoll_infer::InferPlan;
@@ -285,6 +285,7 @@ impl Planner {
                 plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
             report = report.with_times_of(token);
         }
+        report.host_memory_bytes = self.host_memory;
         if self.exceeds_host(&report) {
             report.fits = Some(false);
         }
@@ -420,7 +421,7 @@ impl Planner {
                 ));
             }
         }
-        if recipe.method != Method::Infer && recipe.offload.is_none() {
+        if recipe.method != Method::Infer {
             lines.extend(self.offload_advice(arch, recipe, planned));
         }
         if lines.is_empty() && recipe.seq > 1 {
@@ -432,10 +433,19 @@ impl Planner {
         }
         if lines.is_empty() {
             let weights = planned.by_class.get("weight").and_then(|w| w.as_u64()).unwrap_or(0);
+            // Only what is not so already.
+            let levers = [
+                (recipe.precision == DType::F32, "--precision bf16"),
+                (recipe.method == Method::Infer && recipe.quant.is_none(), "--quant nf4-dq"),
+                (recipe.method == Method::Full, "--method qlora"),
+            ];
+            let levers = levers.iter().filter(|(helps, _)| *helps).map(|(_, lever)| *lever);
+            let levers: Vec<&str> =
+                levers.chain(["a smaller model", "a device with more memory"]).collect();
             lines.push(format!(
-                "nothing fits: the weights alone take {}; use a smaller model, --precision bf16, \
-                 or a device with more memory",
-                units::bytes(weights)
+                "the weights take {}: try {}",
+                units::bytes(weights),
+                levers.join(", ")
             ));
         }
         lines

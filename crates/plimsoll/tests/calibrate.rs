@@ -168,10 +168,10 @@ fn tokens_are_timed_beside_their_plan() {
         assert!(!row["ops"].as_array().unwrap().is_empty());
     }
     let table = at(config, bench).ok();
-    for word in ["a token step", "prompt of 48", "weights", "attention_cached"] {
+    for word in ["a token step", "prompt of 64", "weights", "attention_cached"] {
         assert!(table.stdout.contains(word), "{word}: {}", table.stdout);
     }
-    at(config, &format!("{bench} --seq 16").replace("--seq 96 ", "")).refused(&["context of 16"]);
+    at(config, &format!("{bench} --seq 12").replace("--seq 96 ", "")).refused(&["context of 12"]);
     let scarce = "bench --method infer --device cpu --model plimsoll-tiny --memory-limit 1MiB";
     at(config, scarce).fails(3, &["lower --batch"]);
 }
@@ -188,4 +188,12 @@ fn the_prompt_decides_the_memory_of_a_plan_for_tokens() {
     // Four bits are faster than sixteen, and several sequences than one.
     assert!(tokens(infer) > 1.5 * tokens(&wide));
     assert!(tokens(&format!("{infer} --batch 8")) > 2.0 * tokens(infer));
+    assert_eq!(tokens(&format!("{infer} --accumulate 7")), tokens(infer));
+    let scarce = "plan --method infer --model llama-3-8b --gpu h200 --memory 10GiB";
+    plimsoll(scarce).fails(3, &["--quant nf4-dq"]);
+    for command in ["sweep --vary batch=1 --out /nonexistent", "point"] {
+        plimsoll(&format!("{command} --device cpu --method infer --model plimsoll-tiny"))
+            .refused(&["--method infer trains nothing"]);
+    }
+    plimsoll("bench --device cpu --gpus 2 --model plimsoll-tiny").refused(&["--gpus 2"]);
 }

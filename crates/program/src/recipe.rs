@@ -403,10 +403,11 @@ impl Recipe {
             return Err(self.no_offload(why));
         }
         if self.update_on == UpdateOn::Host {
-            let stateless = matches!(self.optimizer, Optimizer::Sgd(o) if o.momentum == 0.0);
+            let stateless = matches!(self.optimizer, Optimizer::Sgd(o) if o.momentum == 0.0)
+                && self.master_weights.is_none();
             let why = match (self.offload.optimizer, stateless) {
                 (false, _) => Some("nothing of the optimizer is in host memory"),
-                (_, true) => Some("gradient descent without momentum has no state"),
+                (_, true) => Some("gradient descent without momentum and masters has no state"),
                 _ => None,
             };
             if let Some(why) = why {

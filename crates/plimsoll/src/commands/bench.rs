@@ -30,6 +30,13 @@ pub struct BenchArgs {
 
 pub fn run(args: &BenchArgs) -> Outcome {
     let (format, _) = args.point.data.formats()?;
+    if args.point.recipe.gpus > 1 {
+        return Err(Stop::Input(format!(
+            "--gpus {}: bench looks into a step of one device; `plimsoll sweep` and `train` time \
+             several",
+            args.point.recipe.gpus
+        )));
+    }
     if args.point.recipe.method == MethodArg::Infer {
         return bench_infer::run(args, format);
     }

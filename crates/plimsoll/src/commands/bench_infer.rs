@@ -6,7 +6,7 @@ use std::time::Instant;
 use plimsoll_infer::{Generator, InferPlan, Sampler, Sampling};
 use plimsoll_model::{init_state, init_weights, load_weights};
 use plimsoll_plan::{Device, schedule};
-use plimsoll_program::{Class, OpKind, Program};
+use plimsoll_program::{Class, OpKind, Program, Recipe};
 use serde_json::json;
 
 use crate::Format;
@@ -42,12 +42,13 @@ pub fn run(args: &BenchArgs, format: Format) -> Outcome {
     let recipe =
         options.recipe.recipe(&model.arch, model.stored_quant(), kind.default_precision())?;
     let (batch, context) = (recipe.batch, recipe.seq);
-    let (prompt, steps) = (PROMPT.min(context / 2), options.warmup + options.iterations.max(1));
-    if prompt == 0 || prompt + steps + 1 > context {
+    let steps = options.warmup.saturating_add(options.iterations.max(1));
+    // The last token that is timed is at position prompt + steps, and needs one of its own.
+    let prompt = PROMPT.min(context.saturating_sub(steps.saturating_add(1)));
+    if prompt == 0 {
         return Err(Stop::Input(format!(
-            "a prompt of {} tokens and {steps} more (--warmup, --iterations) do not fit in a \
-             context of {context}: raise --seq or lower --iterations",
-            prompt.max(1)
+            "a token and {steps} more (--warmup, --iterations) do not fit in a context of \
+             {context}: raise --seq or lower --iterations"
         )));
     }
     let planner = Planner::device(kind, options.memory_limit)?;
@@ -63,7 +64,11 @@ pub fn run(args: &BenchArgs, format: Format) -> Outcome {
         )));
     }
     let (program, layout) = &plan.decode;
-    let planned_seconds = schedule(program, layout, &planner.device, None).step_seconds;
+    // Attention reads what the cache holds: planned for as much as it holds half way.
+    let half_way = Recipe { seq: prompt + steps / 2 + 1, ..recipe.clone() };
+    let timed = InferPlan::new(&model.arch, &half_way, &*planner.target).map_err(Stop::input)?;
+    let (token, places) = &timed.decode;
+    let planned_seconds = schedule(token, places, &planner.device, None).step_seconds;
 
     let growth = Growth::start()?;
     let mut device = kind.reserve(plan.slab_bytes())?;
@@ -97,6 +102,7 @@ pub fn run(args: &BenchArgs, format: Format) -> Outcome {
                 "batch": batch,
                 "context": context,
                 "prompt_tokens": prompt,
+                "planned_context": half_way.seq,
                 "weight_bytes": weight_bytes(program),
                 "planned_bytes": planned_bytes,
                 "measured_bytes": measured.bytes,
@@ -119,12 +125,13 @@ pub fn run(args: &BenchArgs, format: Format) -> Outcome {
                 recipe.quant.map_or(String::new(), |q| format!(", {}", q.name())),
             );
             out!(
-                "  {:.0} tokens/s; {} a token step ({} to {} of {}); planned {} ({:+.1} %)\n",
+                "  {:.0} tokens/s; {} a token step ({} to {} of {}); planned at position {} {} ({:+.1} %)\n",
                 batch as f64 / median,
                 units::seconds(median),
                 units::seconds(measured.seconds[0]),
                 units::seconds(measured.seconds[measured.seconds.len() - 1]),
                 measured.seconds.len(),
+                half_way.seq,
                 units::seconds(planned_seconds),
                 (planned_seconds / median - 1.0) * 100.0,
             );

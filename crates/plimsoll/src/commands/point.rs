@@ -19,7 +19,7 @@ use crate::measuring::Growth;
 use crate::model_source::{ModelSource, open_model};
 use crate::planning::{Planner, Settled};
 use crate::ranks::Team;
-use crate::recipe_args::RecipeArgs;
+use crate::recipe_args::{MethodArg, RecipeArgs};
 use crate::units;
 
 #[derive(Clone, Debug, Args)]
@@ -163,6 +163,13 @@ impl PlannedPoint {
     /// # Errors
     /// The model, the data or the recipe is not usable.
     pub fn new(args: &PointArgs) -> Result<PlannedPoint, Stop> {
+        if args.recipe.method == MethodArg::Infer {
+            return Err(Stop::Input(
+                "--method infer trains nothing: give full, lora or qlora, or time tokens with \
+                 `plimsoll bench --method infer`"
+                    .into(),
+            ));
+        }
         let model = open_model(&args.model)?;
         let kind = DeviceArg::resolve(args.device);
         let recipe =
