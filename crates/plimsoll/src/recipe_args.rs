@@ -239,7 +239,7 @@ pub enum OptimizerArg {
 /// Where updates run whose state is in host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum UpdateOnArg {
-    /// Where the plan's step is shorter.
+    /// On the GPU, unless the plan's step is clearly shorter with the host or fits only so.
     Auto,
     /// State visits the GPU.
     Gpu,

@@ -9,7 +9,7 @@ use plimsoll_program::{
     Quant, Recipe, RecomputePlan, Sgd, TensorId, UpdateOn, build,
 };
 
-use super::steps::{cpu, feed, gpu, gradients, models, of_class, recipe, scalars, small, start};
+use super::steps::{cpu, feed, gpu, models, of_class, recipe, scalars, small, start, update_both};
 use super::{Bench, Report};
 
 const STEPS: u64 = 4;
@@ -203,14 +203,7 @@ fn updates_of_the_cpu(report: &mut Report, arch: &Architecture) {
             let (mut truth, mut found) = (cpu(arch, &recipe), gpu(arch, &recipe));
             let mut differing = Vec::new();
             for step in 0..3 {
-                gradients(&mut truth, arch, step);
-                gradients(&mut found, arch, step);
-                for t in of_class(&truth, Class::Gradient) {
-                    let twin = found.find(&truth.program.tensor(t).name.clone());
-                    found.write(twin, &truth.read(t));
-                }
-                truth.run(2);
-                found.run(2);
+                update_both(&mut truth, &mut found, arch, step);
                 for t in of_class(&truth, Class::Weight) {
                     let tensor = truth.program.tensor(t);
                     let (name, matrix) = (tensor.name.clone(), tensor.shape.len() > 1);

@@ -101,7 +101,7 @@ pub fn scalars(step: u64) -> Vec<f32> {
 }
 
 /// Both micro-batches; the gradients are complete after it.
-pub fn gradients<D: Device>(bench: &mut Bench<D>, arch: &Architecture, step: u64) -> f32 {
+fn gradients<D: Device>(bench: &mut Bench<D>, arch: &Architecture, step: u64) -> f32 {
     let tensor = bench.find("step");
     bench.write(tensor, &scalars(step));
     for micro in 0..2 {
@@ -209,6 +209,23 @@ pub fn train(report: &mut Report) {
     }
 }
 
+/// A step of both, in which the second updates by the gradients of the first.
+pub fn update_both(
+    truth: &mut Bench<CpuDevice>,
+    found: &mut Bench<CudaDevice>,
+    arch: &Architecture,
+    step: u64,
+) {
+    gradients(truth, arch, step);
+    gradients(found, arch, step);
+    for t in of_class(truth, Class::Gradient) {
+        let twin = found.find(&truth.program.tensor(t).name.clone());
+        found.write(twin, &truth.read(t));
+    }
+    truth.run(2);
+    found.run(2);
+}
+
 /// Updates of float32 masters: of the same gradients both devices make the same.
 fn masters(report: &mut Report, arch: &Architecture) {
     let sgd = Sgd { momentum: 0.9, weight_decay: 0.01, state: DType::F32 };
@@ -222,14 +239,7 @@ fn masters(report: &mut Report, arch: &Architecture) {
         let (mut truth, mut found) = (cpu(arch, &recipe), gpu(arch, &recipe));
         let mut worst = 0.0f64;
         for step in 0..3 {
-            gradients(&mut truth, arch, step);
-            gradients(&mut found, arch, step);
-            for t in of_class(&truth, Class::Gradient) {
-                let twin = found.find(&truth.program.tensor(t).name.clone());
-                found.write(twin, &truth.read(t));
-            }
-            truth.run(2);
-            found.run(2);
+            update_both(&mut truth, &mut found, arch, step);
             for t in of_class(&truth, Class::Weight) {
                 let name = truth.program.tensor(t).name.clone();
                 let low = master_name(&name);

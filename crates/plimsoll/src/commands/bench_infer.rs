@@ -167,15 +167,7 @@ fn time_tokens(
     let token = |i: usize| (i * 7919 % plan.arch.vocab_size) as u32;
     let prompts: Vec<Vec<u32>> =
         (0..batch).map(|row| (0..prompt).map(|i| token(row + batch * i)).collect()).collect();
-    let greedy = Sampling {
-        repetition_penalty: 1.0,
-        temperature: 0.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        seed: 0,
-    };
-    let sampler = |_| Sampler::new(greedy.clone()).map_err(Stop::input);
+    let sampler = |_| Sampler::new(Sampling::greedy()).map_err(Stop::input);
     let mut samplers = (0..batch).map(sampler).collect::<Result<Vec<_>, _>>()?;
     let mut moments: Vec<Instant> = Vec::with_capacity(steps + 1);
     let mut generator = Generator::new(plan, device, &*planner.target);
