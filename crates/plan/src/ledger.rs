@@ -120,6 +120,8 @@ pub struct Updates {
     pub cpu_step_seconds: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu_step_seconds: Option<f64>,
+    /// Whether the other side was planned and does not fit in memory.
+    pub other_does_not_fit: bool,
     /// Cores and bytes a second of the host, for all ranks on it, and who says so.
     pub host_cores: f64,
     pub host_bytes_per_second: f64,

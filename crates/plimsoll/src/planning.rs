@@ -190,7 +190,7 @@ impl Planner {
             true => vec![UpdateOn::Device, UpdateOn::Host],
             false => vec![recipe.update_on],
         };
-        let mut seconds = [None; 2];
+        let (mut seconds, mut fitting) = ([None; 2], [true; 2]);
         let mut best: Option<(bool, f64, Recipe)> = None;
         for update_on in places {
             let recipe = Recipe { update_on, ..recipe.clone() };
@@ -204,7 +204,7 @@ impl Planner {
             let recipe = recompute(recipe)?;
             let report = self.plan(arch, &recipe)?.report;
             let (fits, step) = (report.fits.unwrap_or(true), report.step_seconds);
-            seconds[update_on as usize] = Some(step);
+            (seconds[update_on as usize], fitting[update_on as usize]) = (Some(step), fits);
             let clearly = |s: f64| step < CLEARLY_FASTER * s;
             let better = |(f, s, _): &(bool, f64, _)| (fits && !f) || (fits == *f && clearly(*s));
             if best.as_ref().is_none_or(better) {
@@ -227,6 +227,7 @@ impl Planner {
                 UpdateOn::Device => "gpu",
                 UpdateOn::Host => "cpu",
             },
+            other_does_not_fit: fitting[recipe.update_on as usize] && fitting.contains(&false),
             gpu_step_seconds: seconds[UpdateOn::Device as usize],
             cpu_step_seconds: seconds[UpdateOn::Host as usize],
             device: self.device.kind,
@@ -554,14 +555,22 @@ pub fn updates_line(updates: &Updates) -> String {
             there.0,
             units::seconds(other)
         ));
+        if updates.other_does_not_fit {
+            text.push_str(", which does not fit");
+        }
     }
-    text.push_str(&format!(
-        "; the host has {:.0} cores and {:.0} GB/s ({})",
+    text.push_str("; ");
+    text.push_str(&host_words(
         updates.host_cores,
-        updates.host_bytes_per_second / 1e9,
-        updates.host_source
+        updates.host_bytes_per_second,
+        &updates.host_source,
     ));
     text
+}
+
+/// What a host is taken for.
+pub fn host_words(cores: f64, bytes_per_second: f64, source: &str) -> String {
+    format!("the host has {cores:.0} cores and {:.0} GB/s ({source})", bytes_per_second / 1e9)
 }
 
 /// A program with its addresses and its ledger.

@@ -13,7 +13,7 @@ use crate::collectives::CollectivesArg;
 use crate::commands::plan::PlanArgs;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
-use crate::planning::Planner;
+use crate::planning::{Planner, host_words};
 use crate::recipe_args::{MethodArg, Precision, UpdateOnArg};
 use crate::{Format, units};
 
@@ -339,7 +339,7 @@ fn table(
             match ranks {
                 1 => offload_name(recipe),
                 _ if recipe.offload.is_none() => recipe.sharding.zero.to_string(),
-                _ => format!("{}, {}", recipe.sharding.zero, recipe.offload),
+                _ => format!("{}, {}", recipe.sharding.zero, offload_name(recipe)),
             },
             gib(candidate.bytes()),
             gib(report.memory_bytes.unwrap_or(0)),
@@ -350,6 +350,15 @@ fn table(
             if best.is_empty() { "" } else { "  " },
             best.join(", "),
         ));
+    }
+    // Where state visits or updates run depends on it.
+    for (device, place) in places.iter().enumerate() {
+        let offloads =
+            |(c, _): &(&Candidate, Vec<&str>)| c.device == device && c.recipe.offload.optimizer;
+        if let (true, Some(host)) = (rows.iter().any(offloads), &place.planner.device.host) {
+            let words = host_words(host.cores, host.bytes_per_second, &host.source);
+            text.push_str(&format!("{}: {words}\n", place.name));
+        }
     }
     text
 }
