@@ -227,7 +227,9 @@ impl<'a> Bed<'a> {
         let window = if busy { self.grid.busy_window } else { self.grid.window };
         let seconds = match self.kind {
             DeviceKind::Cuda => self.sustained(&case.program, &layout, window)?,
-            DeviceKind::Cpu => self.median(&case, &layout, window.1)?,
+            DeviceKind::Cpu => self.median(&case.program, &layout, window.1, |bed| {
+                bed.prepare(&case, &layout, true)
+            })?,
         };
         Ok((seconds / copies as f64, work.bytes))
     }
@@ -258,18 +260,7 @@ impl<'a> Bed<'a> {
         let (warm, window) = self.grid.window;
         match self.kind {
             DeviceKind::Cuda => self.sustained(program, layout, (warm, 4.0 * window)),
-            DeviceKind::Cpu => {
-                self.device.run(program, layout, 0)?;
-                let (mut times, mut total) = (Vec::new(), 0.0);
-                while times.len() < 3 || (total < window && times.len() < 1000) {
-                    let start = Instant::now();
-                    self.device.run(program, layout, 0)?;
-                    times.push(start.elapsed().as_secs_f64());
-                    total += times[times.len() - 1];
-                }
-                times.sort_by(f64::total_cmp);
-                Ok(times[times.len() / 2])
-            }
+            DeviceKind::Cpu => self.median(program, layout, window, |_| Ok(())),
         }
     }
 
@@ -289,16 +280,22 @@ impl<'a> Bed<'a> {
         Ok(start.elapsed().as_secs_f64() / runs as f64)
     }
 
-    /// Median of single runs, each on fresh operands: a machine that does other
+    /// Median of single runs, each behind `prepare`, which makes operands fresh: a machine that does other
     /// things too disturbs some of them, and numbers that shrink run after run
     /// would become denormal, which a CPU is slow at.
-    fn median(&mut self, case: &Case, layout: &Layout, window: f64) -> Result<f64, DeviceError> {
-        self.device.run(&case.program, layout, 0)?;
+    fn median(
+        &mut self,
+        program: &Program,
+        layout: &Layout,
+        window: f64,
+        mut prepare: impl FnMut(&mut Self) -> Result<(), DeviceError>,
+    ) -> Result<f64, DeviceError> {
+        self.device.run(program, layout, 0)?;
         let (mut times, mut total) = (Vec::new(), 0.0);
         while times.len() < 3 || (total < window && times.len() < 1000) {
-            self.prepare(case, layout, true)?;
+            prepare(self)?;
             let start = Instant::now();
-            self.device.run(&case.program, layout, 0)?;
+            self.device.run(program, layout, 0)?;
             let seconds = start.elapsed().as_secs_f64();
             times.push(seconds);
             total += seconds;

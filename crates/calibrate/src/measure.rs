@@ -130,7 +130,7 @@ fn rounded(x: f64) -> f64 {
     format!("{x:.3e}").parse().unwrap_or(x)
 }
 
-fn microseconds(seconds: f64) -> f64 {
+pub(crate) fn microseconds(seconds: f64) -> f64 {
     rounded(1e6 * seconds)
 }
 

@@ -7,7 +7,7 @@ use plimsoll_program::{Class, Codebook, Program, Quant, Recipe, Target, build};
 
 use crate::bed::Bed;
 use crate::grid::Grid;
-use crate::measure::CalibrateError;
+use crate::measure::{CalibrateError, microseconds};
 
 /// Positions of the cache; half of them hold tokens.
 const CONTEXT: usize = 256;
@@ -113,8 +113,7 @@ pub(crate) fn measure(bed: &mut Bed) -> Result<TokenTimes, CalibrateError> {
         if !of.bytes.contains(&bytes) {
             of.bytes.push(bytes);
         }
-        let us = 1e6 * seconds / (step.blocks * PRODUCTS_A_BLOCK) as f64;
-        of.us.push(format!("{us:.3e}").parse().unwrap_or(us));
+        of.us.push(microseconds(seconds / (step.blocks * PRODUCTS_A_BLOCK) as f64));
     }
     let [bf16, f32, four_bits] = products;
     Ok(TokenTimes { bf16, f32, four_bits })

@@ -276,16 +276,24 @@ impl Planner {
     /// # Errors
     /// The recipe is impossible for this model.
     pub fn plan(&self, arch: &Architecture, recipe: &Recipe) -> Result<Planned, Stop> {
-        let (program, layout) = self.lay_out(arch, recipe)?;
         let (memory, documents) = (self.memory, self.document_tokens);
-        let mut report =
-            plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
-        if recipe.method == Method::Infer {
-            let (program, layout) = self.infer(arch, recipe)?.decode;
-            let token =
-                plan_report(arch, recipe, &program, &layout, &self.device, memory, documents);
-            report = report.with_times_of(token);
-        }
+        let of = |program: &Program, layout: &Layout| {
+            plan_report(arch, recipe, program, layout, &self.device, memory, documents)
+        };
+        let ((program, layout), mut report) = match recipe.method {
+            // The prompt takes the most memory; a token step is what lasts.
+            Method::Infer => {
+                let plan = InferPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?;
+                let token = of(&plan.decode.0, &plan.decode.1);
+                let report = of(&plan.prefill.0, &plan.prefill.1).with_times_of(token);
+                (plan.prefill, report)
+            }
+            Method::Full | Method::Lora => {
+                let (program, layout) = self.lay_out(arch, recipe)?;
+                let report = of(&program, &layout);
+                ((program, layout), report)
+            }
+        };
         report.host_memory_bytes = self.host_memory;
         if self.exceeds_host(&report) {
             report.fits = Some(false);
@@ -293,22 +301,13 @@ impl Planner {
         Ok(Planned { program, layout, report })
     }
 
+    /// The step of a fine-tune.
     fn lay_out(&self, arch: &Architecture, recipe: &Recipe) -> Result<(Program, Layout), Stop> {
-        Ok(match recipe.method {
-            Method::Full | Method::Lora => {
-                let plan = TrainPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?;
-                (plan.train, plan.train_layout)
-            }
-            // The prompt takes the most memory; a token step is what lasts.
-            Method::Infer => self.infer(arch, recipe)?.prefill,
-        })
+        let plan = TrainPlan::new(arch, recipe, &*self.target).map_err(Stop::input)?;
+        Ok((plan.train, plan.train_layout))
     }
 
-    fn infer(&self, arch: &Architecture, recipe: &Recipe) -> Result<InferPlan, Stop> {
-        InferPlan::new(arch, recipe, &*self.target).map_err(Stop::input)
-    }
-
-    /// What a recipe takes on this device and on others of its kind, from one layout.
+    /// What a fine-tune takes on this device and on others of its kind, from one layout.
     ///
     /// # Errors
     /// The recipe is impossible for this model.

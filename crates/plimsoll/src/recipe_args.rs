@@ -465,6 +465,19 @@ impl RecipeArgs {
         Ok(recipe)
     }
 
+    /// # Errors
+    /// The recipe is not one that trains.
+    pub fn must_train(&self) -> Result<(), Stop> {
+        match self.method {
+            MethodArg::Infer => Err(Stop::Input(
+                "--method infer trains nothing: give full, lora or qlora, or time tokens with \
+                 `plimsoll bench --method infer`"
+                    .into(),
+            )),
+            _ => Ok(()),
+        }
+    }
+
     /// Whether the plan says where updates run.
     pub fn update_on_is_auto(&self) -> bool {
         self.offload.optimizer && matches!(self.update_on, None | Some(UpdateOnArg::Auto))

@@ -4,13 +4,13 @@
 use std::time::Instant;
 
 use plimsoll_infer::{Generator, InferPlan, Sampler, Sampling};
-use plimsoll_model::{init_state, init_weights, load_weights};
 use plimsoll_plan::{Device, schedule};
 use plimsoll_program::{Class, OpKind, Program, Recipe};
 use serde_json::json;
 
 use crate::Format;
 use crate::commands::bench::{BenchArgs, Line, profile, profile_table};
+use crate::commands::point::fill_base;
 use crate::devices::DeviceArg;
 use crate::exit::{Outcome, Stop};
 use crate::measuring::Growth;
@@ -72,12 +72,7 @@ pub fn run(args: &BenchArgs, format: Format) -> Outcome {
 
     let growth = Growth::start()?;
     let mut device = kind.reserve(plan.slab_bytes())?;
-    let (fill, places) = (&plan.prefill.0, &plan.prefill.1);
-    init_state(&mut *device, fill, places, &model.arch)?;
-    match &model.checkpoint {
-        Some(checkpoint) => load_weights(&mut *device, fill, places, &model.arch, checkpoint)?,
-        None => init_weights(&mut *device, fill, places, &model.arch, options.seed)?,
-    }
+    fill_base(&mut *device, (&plan.prefill.0, &plan.prefill.1), &model, options.seed)?;
     let (seconds, prefill_seconds) =
         time_tokens(&plan, &mut *device, &planner, prompt, options.warmup, steps)?;
     let bytes = match device.taken_bytes()? {

@@ -8,7 +8,8 @@ use clap::Args;
 use plimsoll_data::Batch;
 use plimsoll_measure::Resident;
 use plimsoll_model::{init_adapter, init_state, init_weights, load_weights};
-use plimsoll_plan::{Device, Taken, Updates, schedule};
+use plimsoll_plan::{Device, Layout, Taken, Updates, schedule};
+use plimsoll_program::Program;
 use plimsoll_train::{Batches, MicroBatch, PackedBatches, Session, TrainPlan};
 use serde_json::{Value, json};
 
@@ -19,7 +20,7 @@ use crate::measuring::Growth;
 use crate::model_source::{ModelSource, open_model};
 use crate::planning::{Planner, Settled};
 use crate::ranks::Team;
-use crate::recipe_args::{MethodArg, RecipeArgs};
+use crate::recipe_args::RecipeArgs;
 use crate::units;
 
 #[derive(Clone, Debug, Args)]
@@ -163,13 +164,7 @@ impl PlannedPoint {
     /// # Errors
     /// The model, the data or the recipe is not usable.
     pub fn new(args: &PointArgs) -> Result<PlannedPoint, Stop> {
-        if args.recipe.method == MethodArg::Infer {
-            return Err(Stop::Input(
-                "--method infer trains nothing: give full, lora or qlora, or time tokens with \
-                 `plimsoll bench --method infer`"
-                    .into(),
-            ));
-        }
+        args.recipe.must_train()?;
         let model = open_model(&args.model)?;
         let kind = DeviceArg::resolve(args.device);
         let recipe =
@@ -288,7 +283,7 @@ impl PlannedPoint {
     }
 }
 
-/// Weights of the checkpoint, or random ones.
+/// Everything that a plan starts from: state, weights, and new adapters.
 fn fill(
     plan: &TrainPlan,
     model: &ModelSource,
@@ -296,13 +291,27 @@ fn fill(
     seed: u64,
 ) -> Result<(), Stop> {
     let (program, layout, arch) = (&plan.train, &plan.train_layout, &model.arch);
-    init_state(device, program, layout, arch)?;
-    match &model.checkpoint {
-        Some(checkpoint) => load_weights(device, program, layout, arch, checkpoint)?,
-        None => init_weights(device, program, layout, arch, seed)?,
-    }
+    fill_base(device, (program, layout), model, seed)?;
     if let Some(lora) = &plan.recipe.lora {
         init_adapter(device, program, layout, arch, lora, seed)?;
+    }
+    Ok(())
+}
+
+/// State as it starts, and weights of the checkpoint, or random ones.
+///
+/// # Errors
+/// The device's own, or the checkpoint cannot be read.
+pub fn fill_base(
+    device: &mut dyn Device,
+    (program, layout): (&Program, &Layout),
+    model: &ModelSource,
+    seed: u64,
+) -> Result<(), Stop> {
+    init_state(device, program, layout, &model.arch)?;
+    match &model.checkpoint {
+        Some(checkpoint) => load_weights(device, program, layout, &model.arch, checkpoint)?,
+        None => init_weights(device, program, layout, &model.arch, seed)?,
     }
     Ok(())
 }

@@ -40,11 +40,7 @@ const OWN_OPTIONS: [&str; 3] = ["--vary", "--out", "--timeout"];
 
 pub fn run(args: &SweepArgs) -> Outcome {
     let (format, _) = args.point.data.formats()?;
-    if args.point.recipe.method == MethodArg::Infer {
-        return Err(Stop::Input(
-            "--method infer trains nothing: a sweep is of full, lora or qlora".into(),
-        ));
-    }
+    args.point.recipe.must_train()?;
     let mut axes = Vec::new();
     for text in &args.vary {
         axes.push(Vary::parse(text).map_err(Stop::input)?);

@@ -262,9 +262,7 @@ fn of_run(error: RunError) -> Stop {
 
 /// Refuses options that need neither model nor data to be seen as wrong.
 fn check(args: &TrainArgs) -> Outcome {
-    if args.recipe.method == MethodArg::Infer {
-        return Err(Stop::Input("--method infer trains nothing: give full, lora or qlora".into()));
-    }
+    args.recipe.must_train()?;
     if !(args.epochs > 0.0 && args.epochs <= 1e6) {
         return Err(Stop::Input(format!(
             "--epochs {}: give a number above 0, up to a million",
