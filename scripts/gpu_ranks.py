@@ -96,7 +96,7 @@ def resumed(b, lane):
 
 def offloaded(b, lane):
     """What lives in host memory, and updates on either side, against one GPU without."""
-    one = train(b, lane, "one-2", "f32", 20, [], b.gpus)
+    one = train(b, lane, "one-offload", "f32", 20, [], b.gpus)
     said = []
     for zero, where, on in ((1, "optimizer", "gpu"), (3, "optimizer", "gpu"), (1, "optimizer", "cpu"), (3, "optimizer", "cpu"),
                             (1, "optimizer+weights", "gpu"), (3, "optimizer+weights", "cpu"), (3, "activations", None)):
