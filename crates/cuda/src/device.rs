@@ -11,7 +11,7 @@ use cudarc::driver::sys;
 use plimsoll_comm::{Communicator, Nccl};
 use plimsoll_plan::{
     Device, DeviceError, LaunchTime, Layout, Placement, Quantizer, SlabSizes, Taken, Transport,
-    Waits,
+    UPLOAD_PIECE, Waits,
 };
 use plimsoll_program::{Access, Home, Lane, Op, Program, Shard, Tensor};
 
@@ -29,8 +29,9 @@ use crate::peers::{Peers, readers};
 use crate::products::Products;
 use crate::updates::{HostCalls, HostThreads};
 
-/// Page-locked memory through which everything goes up and down.
-pub(crate) const STAGING: usize = 32 << 20;
+/// Page-locked memory through which everything goes up and down: half of it fills while
+/// the other half goes.
+pub(crate) const STAGING: usize = 2 * UPLOAD_PIECE;
 /// Sections whose graphs are kept; the least recently used goes first.
 const MAX_GRAPHS: usize = 32;
 
@@ -489,11 +490,10 @@ impl Device for CudaDevice {
         let mut bytes = aligned(len);
         fill(&mut bytemuck::cast_slice_mut(&mut bytes)[..len])?;
         let bytes = &bytemuck::cast_slice::<u64, u8>(&bytes)[..len];
-        // Half of the buffer fills while the other half goes.
-        for (i, piece) in bytes.chunks(STAGING / 2).enumerate() {
+        for (i, piece) in bytes.chunks(UPLOAD_PIECE).enumerate() {
             let at = self.stage(piece.len())?;
             self.staging.slice(at, piece.len()).copy_from_slice(piece);
-            self.send(offset + (i * STAGING / 2) as u64, at, piece.len())?;
+            self.send(offset + (i * UPLOAD_PIECE) as u64, at, piece.len())?;
         }
         Ok(())
     }

@@ -5,14 +5,14 @@
 //! quantized themselves wait in page-locked memory as well: the GPU holds what the
 //! plan says and nothing else.
 
-use plimsoll_plan::{DeviceError, FillPiece, Quantize, Quantizer};
+use plimsoll_plan::{DeviceError, FillPiece, Quantize, Quantizer, UPLOAD_PIECE};
 use plimsoll_program::Home;
 use plimsoll_quant::{
     BLOCK, DynamicMap, HIGH_RECIPROCALS, LOW_RECIPROCALS, MeanOrder, NESTED_BLOCK, blocks,
     nested_blocks, packed_bytes,
 };
 
-use crate::device::{CudaDevice, STAGING};
+use crate::device::CudaDevice;
 use crate::driver::Pinned;
 use crate::error::CudaError;
 use crate::kernels::{Arg, Grid, argument, suffix};
@@ -47,7 +47,7 @@ fn words(x: u128) -> [u32; 4] {
 impl Quantizer for CudaDevice {
     /// The other half of the buffer is read by the GPU meanwhile.
     fn piece_bytes(&self) -> usize {
-        STAGING / 2
+        UPLOAD_PIECE
     }
 
     fn quantize(&mut self, what: &Quantize, fill: &mut FillPiece) -> Result<bool, DeviceError> {

@@ -15,6 +15,7 @@ mod names;
 mod on_device;
 mod packed;
 mod quantize;
+mod random;
 mod read;
 mod safetensors;
 mod slab;

@@ -19,8 +19,11 @@ use crate::{ModelError, first_non_finite};
 /// Bytes of a file that are resident at a time while a tensor is read.
 const CHUNK: usize = 2 << 20;
 
-/// Elements that a thread quantizes at a time.
+/// Elements that a thread reads or quantizes at a time.
 const PIECE: usize = 256 << 10;
+
+/// Elements in four bits under one scale of scales.
+const SPAN: usize = BLOCK * NESTED_BLOCK;
 
 /// Where a 4-bit tensor of n elements goes.
 pub struct Packed4bit<'a> {
@@ -128,17 +131,99 @@ impl Checkpoint {
         })
     }
 
-    fn read<T: Weight + Element>(&self, name: &str, out: &mut [T]) -> Result<(), ModelError> {
+    /// Reads a part of a tensor as [`Checkpoint::read_f32`] reads all of it: elements from
+    /// `first` on, as many as `out` holds, on all cores.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_f32`]; the tensor ends before.
+    pub fn read_f32_from(
+        &self,
+        name: &str,
+        first: usize,
+        out: &mut [f32],
+    ) -> Result<(), ModelError> {
+        self.read_from(name, first, out)
+    }
+
+    /// As [`Checkpoint::read_f32_from`], rounded to bf16.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_f32_from`].
+    pub fn read_bf16_from(
+        &self,
+        name: &str,
+        first: usize,
+        out: &mut [bf16],
+    ) -> Result<(), ModelError> {
+        self.read_from(name, first, out)
+    }
+
+    /// That a tensor has so many elements.
+    ///
+    /// # Errors
+    /// No such tensor, or another number.
+    pub fn expect_elements(&self, name: &str, expected: usize) -> Result<(), ModelError> {
+        let elements = elements(self.tensor(name)?);
+        if elements == expected {
+            return Ok(());
+        }
+        Err(ModelError::WrongLength { tensor: name.to_string(), elements, given: expected })
+    }
+
+    fn read<T: Weight + Element + Send>(
+        &self,
+        name: &str,
+        out: &mut [T],
+    ) -> Result<(), ModelError> {
+        self.expect_elements(name, out.len())?;
+        self.read_from(name, 0, out)
+    }
+
+    fn read_from<T: Weight + Element + Send>(
+        &self,
+        name: &str,
+        first: usize,
+        out: &mut [T],
+    ) -> Result<(), ModelError> {
         let tensor = self.tensor(name)?;
-        let elements = elements(tensor);
-        if out.len() != elements {
-            let (tensor, given) = (name.to_string(), out.len());
-            return Err(ModelError::WrongLength { tensor, elements, given });
+        let (all, end) = (elements(tensor), first + out.len());
+        if end > all {
+            let tensor = name.to_string();
+            return Err(ModelError::WrongLength { tensor, elements: all, given: end });
         }
-        match &tensor.packed {
-            Some(packed) => self.dequantize(tensor, packed, out),
-            None => self.decode(tensor, 0, out),
+        // Only whole units can be read: where the part begins or ends inside of one,
+        // what is around it is read as well.
+        let unit = unit(tensor).max(1);
+        let start = first / unit * unit;
+        let stop = end.next_multiple_of(unit).min(all);
+        if (start, stop) == (first, end) {
+            return self.read_units(tensor, first, out);
         }
+        let mut around = vec![T::of(0.0); stop - start];
+        self.read_units(tensor, start, &mut around)?;
+        out.copy_from_slice(&around[first - start..][..out.len()]);
+        Ok(())
+    }
+
+    /// Reads whole [`unit`]s, or to the end of the tensor, on all cores.
+    fn read_units<T: Weight + Element + Send>(
+        &self,
+        tensor: &Stored,
+        first: usize,
+        out: &mut [T],
+    ) -> Result<(), ModelError> {
+        let piece = whole_units(tensor, PIECE);
+        on_all_cores(
+            out.chunks_mut(piece),
+            || (),
+            |(), i, out| {
+                let first = first + i * piece;
+                match &tensor.packed {
+                    Some(packed) => self.dequantize(tensor, packed, first, out),
+                    None => self.decode(tensor, first, out),
+                }
+            },
+        )
     }
 
     /// Reads elements from `start` on, a multiple of [`unit`], as many as `out`
@@ -225,17 +310,18 @@ impl Checkpoint {
         })
     }
 
+    /// Elements from `start` on, a multiple of [`SPAN`].
     fn dequantize<T: Weight + Element>(
         &self,
         tensor: &Stored,
         packed: &Packed,
+        start: usize,
         out: &mut [T],
     ) -> Result<(), ModelError> {
-        const SPAN: usize = BLOCK * NESTED_BLOCK;
         let piece = CHUNK.min(out.len().next_multiple_of(SPAN));
         let mut absmax = vec![0.0f32; plimsoll_quant::blocks(piece)];
         for (i, out) in out.chunks_mut(piece).enumerate() {
-            let first = i * piece;
+            let first = start + i * piece;
             let absmax = &mut absmax[..plimsoll_quant::blocks(out.len())];
             self.scales(tensor, packed, first / BLOCK, absmax)?;
             let from = tensor.range.start + first / 2;
@@ -444,6 +530,7 @@ fn elements(tensor: &Stored) -> usize {
 /// Elements that are stored together.
 fn unit(tensor: &Stored) -> usize {
     match tensor.paired {
+        _ if tensor.packed.is_some() => SPAN,
         Some(head_dim) => head_dim * (elements(tensor) / tensor.shape[0].max(1)),
         None => tensor.format.block,
     }

@@ -3,15 +3,14 @@
 //! Each tensor goes straight to its place: there is never a second copy of the
 //! model, not even of one tensor on a CPU. What the program wants in four bits is
 //! quantized piece by piece on the way, by the device itself where it does that. A bf16
-//! weight with a float32 master gets what the checkpoint has, of which one tensor at a
-//! time is there in float32.
+//! weight with a float32 master gets what the checkpoint has, piece by piece as well.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
 use half::bf16;
 use plimsoll_arch::{Architecture, DType};
-use plimsoll_plan::{Device, DeviceError, Layout, Quantize, QuantizeNested};
+use plimsoll_plan::{Device, DeviceError, Layout, Quantize, QuantizeNested, UPLOAD_PIECE};
 use plimsoll_program::{
     Class, Home, Lora, OpKind, Program, QuantizedPart, Shard, TensorId, WeightPart, master_name,
     quantized_name, weight_parts,
@@ -21,6 +20,8 @@ use plimsoll_quant::{
     split_master,
 };
 
+use crate::finite::Weight;
+use crate::random::{TILE, normals, uniforms};
 use crate::{Adapter, Checkpoint, ModelError, Packed4bit, Scales};
 
 /// Where the tensors of a checkpoint lie in the slab.
@@ -46,12 +47,6 @@ struct Place {
     /// Which of them this rank answers for, among all ranks that have them.
     own: Range<usize>,
     total: usize,
-}
-
-impl Place {
-    fn is_whole(&self) -> bool {
-        self.elements.len() == self.total
-    }
 }
 
 /// The part of `tensor` elements `range` that lies in a checkpoint tensor, counted
@@ -287,34 +282,20 @@ fn read_dense(
             return read_master(device, place, master, checkpoint, name);
         }
         // A bf16 weight is its own master, whatever was here before.
-        fill_bytes(device, master, |bytes| bytes.fill(0))?;
+        device.upload_pieces(master.home, master.offset, master.len, &mut |_, bytes| {
+            bytes.fill(0);
+            Ok(())
+        })?;
     }
-    if place.len == 0 {
-        return Ok(());
-    }
-    device.upload(place.home, place.offset, place.len, &mut |bytes| {
-        if place.is_whole() {
-            let read = match place.dtype {
-                DType::Bf16 => checkpoint.read_bf16(name, bytemuck::cast_slice_mut(bytes)),
-                _ => checkpoint.read_f32(name, bytemuck::cast_slice_mut(bytes)),
-            };
-            return read.map_err(source);
-        }
-        // This rank's part of it: one tensor at a time is there whole.
-        let range = place.elements.clone();
+    checkpoint.expect_elements(name, place.total).map_err(source)?;
+    let bytes = place.dtype.bytes();
+    device.upload_pieces(place.home, place.offset, place.len, &mut |at, out| {
+        let first = place.elements.start + at / bytes;
         match place.dtype {
-            DType::Bf16 => {
-                let mut whole = vec![bf16::ZERO; place.total];
-                checkpoint.read_bf16(name, &mut whole).map_err(source)?;
-                bytes.copy_from_slice(bytemuck::cast_slice(&whole[range]));
-            }
-            _ => {
-                let mut whole = vec![0.0f32; place.total];
-                checkpoint.read_f32(name, &mut whole).map_err(source)?;
-                bytes.copy_from_slice(bytemuck::cast_slice(&whole[range]));
-            }
+            DType::Bf16 => checkpoint.read_bf16_from(name, first, bytemuck::cast_slice_mut(out)),
+            _ => checkpoint.read_f32_from(name, first, bytemuck::cast_slice_mut(out)),
         }
-        Ok(())
+        .map_err(source)
     })
 }
 
@@ -326,34 +307,46 @@ fn read_master(
     checkpoint: &Checkpoint,
     name: &str,
 ) -> Result<(), DeviceError> {
-    let mut whole = vec![0.0f32; place.total];
-    checkpoint.read_f32(name, &mut whole).map_err(source)?;
-    fill_bytes(device, place, |bytes| {
-        let x = &whole[place.elements.clone()];
-        fill(bytemuck::cast_slice_mut::<u8, u16>(bytes), |i| split_master(x[i]).0);
-    })?;
-    fill_bytes(device, master, |bytes| {
-        let x = &whole[master.elements.clone()];
-        fill(bytemuck::cast_slice_mut::<u8, i16>(bytes), |i| split_master(x[i]).1);
-    })
+    checkpoint.expect_elements(name, place.total).map_err(source)?;
+    let held = [place, master].into_iter().filter(|p| p.len > 0);
+    let first = held.clone().map(|p| p.elements.start).min().unwrap_or(0);
+    let end = held.map(|p| p.elements.end).max().unwrap_or(0);
+    let mut values = vec![0.0f32; (end - first).min(UPLOAD_PIECE / 2)];
+    for first in (first..end).step_by(UPLOAD_PIECE / 2) {
+        let n = (end - first).min(values.len());
+        let values = &mut values[..n];
+        checkpoint.read_f32_from(name, first, values).map_err(source)?;
+        put_halves(device, place, (first, values), |x| split_master(x).0)?;
+        put_halves(device, master, (first, values), |x| split_master(x).1)?;
+    }
+    Ok(())
 }
 
-fn fill_bytes(
+/// Puts two bytes that follow from each of the numbers, which are a tensor's from
+/// `first` on, where that place has them.
+fn put_halves<T: bytemuck::Pod>(
     device: &mut dyn Device,
     place: &Place,
-    make: impl Fn(&mut [u8]),
+    (first, values): (usize, &[f32]),
+    half: impl Fn(f32) -> T,
 ) -> Result<(), DeviceError> {
-    if place.len == 0 {
+    let here = inside(place.elements.clone(), first, values.len());
+    if here.is_empty() {
         return Ok(());
     }
-    device.upload(place.home, place.offset, place.len, &mut |bytes| {
-        make(bytes);
+    let skipped = (first + here.start - place.elements.start) * size_of::<T>();
+    let (offset, values) = (place.offset + skipped as u64, &values[here]);
+    device.upload(place.home, offset, size_of_val(values) / 2, &mut |out| {
+        let out = bytemuck::cast_slice_mut::<u8, T>(out);
+        out.iter_mut().zip(values).for_each(|(out, x)| *out = half(*x));
         Ok(())
     })
 }
 
-/// Fills every weight with random values: normal with a deviation of 0.02
-/// (`initializer_range` of the Llama family), norms with one, biases with zero.
+/// `initializer_range` of the Llama family.
+const DEVIATION: f32 = 0.02;
+
+/// Fills every weight with random values: normal with a deviation of 0.02, norms with one, biases with zero.
 /// The same seed gives the same weights in every precision up to rounding.
 ///
 /// # Errors
@@ -372,18 +365,25 @@ pub fn init_weights(
             1 => Some(1.0),
             _ => None,
         };
-        let value = |i: usize| constant.unwrap_or_else(|| 0.02 * normal(seed, stream as u64, i));
+        let values = |first: usize, out: &mut [f32]| match constant {
+            Some(x) => out.fill(x),
+            None => {
+                normals(seed, stream as u64, first, out);
+                out.iter_mut().for_each(|x| *x *= DEVIATION);
+            }
+        };
         match places.of(part) {
-            Stored::Dense(place) => fill_dense(device, &place, value)?,
+            Stored::Dense(place) => fill_dense(device, &place, values)?,
             Stored::Quantized(codebook, quantized) => {
                 let elements = part.shape.iter().product();
                 let what = (codebook, &quantized);
                 places.upload_4bit(device, what, elements, &mut |format, out| {
                     match places.precision() {
-                        DType::Bf16 => quantize_values(format, elements, out, |i| {
-                            bf16::from_f32(value(i)).to_f32()
+                        DType::Bf16 => quantize_values(format, elements, out, |first, out| {
+                            values(first, out);
+                            out.iter_mut().for_each(|x| *x = Weight::to_f32(bf16::of(*x)));
                         }),
-                        _ => quantize_values(format, elements, out, value),
+                        _ => quantize_values(format, elements, out, values),
                     }
                     Ok(())
                 })?;
@@ -396,21 +396,44 @@ pub fn init_weights(
 fn fill_dense(
     device: &mut dyn Device,
     place: &Place,
-    value: impl Fn(usize) -> f32 + Sync,
+    values: impl Fn(usize, &mut [f32]) + Sync,
 ) -> Result<(), DeviceError> {
-    if place.len == 0 {
-        return Ok(());
-    }
-    let first = place.elements.start;
-    device.upload(place.home, place.offset, place.len, &mut |bytes| {
+    let bytes = place.dtype.bytes();
+    device.upload_pieces(place.home, place.offset, place.len, &mut |at, out| {
+        let first = place.elements.start + at / bytes;
         match place.dtype {
-            DType::Bf16 => {
-                fill(bytemuck::cast_slice_mut(bytes), |i| bf16::from_f32(value(first + i)))
-            }
-            _ => fill(bytemuck::cast_slice_mut::<u8, f32>(bytes), |i| value(first + i)),
+            DType::Bf16 => fill(bytemuck::cast_slice_mut::<u8, bf16>(out), first, &values),
+            _ => fill(bytemuck::cast_slice_mut::<u8, f32>(out), first, &values),
         }
         Ok(())
     })
+}
+
+/// Fills elements from `first` of their tensor on, on all cores.
+fn fill<T: Weight + Send>(
+    out: &mut [T],
+    first: usize,
+    values: &(impl Fn(usize, &mut [f32]) + Sync),
+) {
+    // What a thread is worth starting for.
+    const LEAST: usize = 64 << 10;
+    let share = out.len().div_ceil(threads()).next_multiple_of(TILE).max(LEAST);
+    let work = |first: usize, out: &mut [T]| {
+        let mut tile = [0.0; TILE];
+        for (n, out) in out.chunks_mut(TILE).enumerate() {
+            let tile = &mut tile[..out.len()];
+            values(first + n * TILE, tile);
+            out.iter_mut().zip(tile).for_each(|(to, x)| *to = T::of(*x));
+        }
+    };
+    if out.len() <= share {
+        return work(first, out);
+    }
+    std::thread::scope(|scope| {
+        for (n, out) in out.chunks_mut(share).enumerate() {
+            scope.spawn(move || work(first + n * share, out));
+        }
+    });
 }
 
 /// Quantizes `elements` values, which are finite, on all cores.
@@ -418,7 +441,7 @@ fn quantize_values(
     format: Format4bit,
     elements: usize,
     out: Packed4bit,
-    value: impl Fn(usize) -> f32 + Sync,
+    values: impl Fn(usize, &mut [f32]) + Sync,
 ) {
     /// Elements whose values exist at a time, on each core.
     const PIECE: usize = 1 << 16;
@@ -428,14 +451,14 @@ fn quantize_values(
         std::thread::scope(|scope| {
             let shares = codes.chunks_mut(share / 2).zip(absmax.chunks_mut(share / BLOCK));
             for (n, (codes, absmax)) in shares.enumerate() {
-                let value = &value;
+                let values = &values;
                 scope.spawn(move || {
                     let mut x = vec![0.0; PIECE.min(elements)];
                     let pieces = codes.chunks_mut(PIECE / 2).zip(absmax.chunks_mut(PIECE / BLOCK));
                     for (m, (codes, absmax)) in pieces.enumerate() {
                         let first = n * share + m * PIECE;
                         let x = &mut x[..PIECE.min(elements - first)];
-                        x.iter_mut().enumerate().for_each(|(i, x)| *x = value(first + i));
+                        values(first, x);
                         quantize_4bit(codebook, x, codes, absmax).expect("values are finite");
                     }
                 });
@@ -495,11 +518,13 @@ pub fn init_adapter(
     for (stream, part) in lora.parts(arch).iter().enumerate() {
         let Stored::Dense(place) = places.of(part) else { continue };
         if part.tensor.ends_with(".lora_b") {
-            fill_dense(device, &place, |_| 0.0)?;
+            fill_dense(device, &place, |_, out| out.fill(0.0))?;
         } else if part.tensor.ends_with(".lora_a") {
             let bound = 1.0 / (part.shape[1] as f32).sqrt();
-            let bits = |i: usize| counter(seed ^ ADAPTER_STREAMS, stream as u64, i);
-            fill_dense(device, &place, |i| bound * (2.0 * unit(bits(i) >> 40) - 1.0))?;
+            fill_dense(device, &place, |first, out| {
+                uniforms(seed ^ ADAPTER_STREAMS, stream as u64, first, out);
+                out.iter_mut().for_each(|x| *x *= bound);
+            })?;
         }
     }
     Ok(())
@@ -507,54 +532,6 @@ pub fn init_adapter(
 
 /// Adapters of a seed have other random numbers than the weights of that seed.
 const ADAPTER_STREAMS: u64 = 0x6c6f_7261_0000_0000;
-
-/// Fills on all cores: eight billion normal values take a while.
-fn fill<T: Send>(out: &mut [T], value: impl Fn(usize) -> T + Sync) {
-    const PIECE: usize = 1 << 18;
-    let piece = out.len().div_ceil(threads()).max(PIECE);
-    let alone = out.len() <= piece;
-    std::thread::scope(|scope| {
-        for (n, piece_out) in out.chunks_mut(piece).enumerate() {
-            let value = &value;
-            let mut work = move || {
-                for (i, x) in piece_out.iter_mut().enumerate() {
-                    *x = value(n * piece + i);
-                }
-            };
-            if alone {
-                work();
-            } else {
-                scope.spawn(work);
-            }
-        }
-    });
-}
-
-/// A standard normal value by its place (Box-Muller over a counter), so that
-/// neither order nor threads matter.
-fn normal(seed: u64, stream: u64, index: usize) -> f32 {
-    let bits = counter(seed, stream, index);
-    let v = (bits & 0xff_ffff) as f32 / (1u64 << 24) as f32;
-    (-2.0 * unit(bits >> 40).ln()).sqrt() * (2.0 * std::f32::consts::PI * v).cos()
-}
-
-/// Random bits by their place.
-fn counter(seed: u64, stream: u64, index: usize) -> u64 {
-    mix(mix(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15)) ^ index as u64)
-}
-
-/// 24 bits as a number above 0 and below 1.
-fn unit(bits: u64) -> f32 {
-    (bits as f32 + 0.5) / (1u64 << 24) as f32
-}
-
-/// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
-fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
-}
 
 /// Fills what survives a step, is no weight, and does not start at zero: the
 /// rotary table. Optimizer state and KV caches are as the slab was reserved, zero.

@@ -143,6 +143,32 @@ fn half_precision_files() {
     assert!(matches!(error, ModelError::NoSuchTensor { .. }), "{error}");
 }
 
+/// A tensor that several threads read at a time.
+#[test]
+fn large_tensors_are_read_in_order() {
+    let n = (1 << 20) + 5;
+    let mut data: Vec<u8> = (0..n).flat_map(|i| bf16::from_f32(i as f32).to_le_bytes()).collect();
+    let header = json!({"b": {"dtype": "BF16", "shape": [n], "data_offsets": [0, 2 * n]}});
+    let open = |data: &[u8]| {
+        let dir = folder(TINY, &safetensors(&header, data));
+        (Checkpoint::open(dir.path()).unwrap(), dir)
+    };
+    let (checkpoint, _dir) = open(&data);
+    let exact = |(i, x): (usize, &f32)| *x == bf16::from_f32(i as f32).to_f32();
+    assert!(read(&checkpoint, "b").iter().enumerate().all(exact));
+    let mut beyond = [0.0; 2];
+    let error = checkpoint.read_f32_from("b", n - 1, &mut beyond).unwrap_err();
+    assert!(matches!(error, ModelError::WrongLength { .. }), "{error}");
+    // Of several, the first is named.
+    for place in [n - 1, n - 2, 700_000] {
+        data[2 * place..2 * place + 2].copy_from_slice(&bf16::NAN.to_le_bytes());
+        let (checkpoint, _dir) = open(&data);
+        let error = checkpoint.read_bf16("b", &mut vec![bf16::ZERO; n]).unwrap_err();
+        let named = matches!(error, ModelError::NonFinite { index, .. } if index == place);
+        assert!(named, "{error}");
+    }
+}
+
 #[test]
 fn nan_is_named_with_its_place() {
     let mut tensors = weights(&tiny());

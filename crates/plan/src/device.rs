@@ -31,6 +31,10 @@ impl SlabSizes {
     }
 }
 
+/// Bytes that any device takes at a time without a copy of them in between; a multiple
+/// of the size of every element.
+pub const UPLOAD_PIECE: usize = 16 << 20;
+
 /// A device with its memory reserved.
 ///
 /// A slab for each home is reserved once, at exactly the planned size, and is zero
@@ -51,6 +55,26 @@ pub trait Device {
         len: usize,
         fill: &mut dyn FnMut(&mut [u8]) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError>;
+
+    /// As [`Device::upload`], in pieces of [`UPLOAD_PIECE`] bytes: what is large is never
+    /// in memory twice, and goes while the next piece is made. `fill` is also told how
+    /// many bytes there are before its piece.
+    ///
+    /// # Errors
+    /// As for [`Device::upload`].
+    fn upload_pieces(
+        &mut self,
+        home: Home,
+        offset: u64,
+        len: usize,
+        fill: &mut dyn FnMut(usize, &mut [u8]) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        for at in (0..len).step_by(UPLOAD_PIECE) {
+            let piece = UPLOAD_PIECE.min(len - at);
+            self.upload(home, offset + at as u64, piece, &mut |bytes| fill(at, bytes))?;
+        }
+        Ok(())
+    }
 
     /// Hands `len` bytes at `offset` of the slab of a home to `read`.
     ///

@@ -23,7 +23,7 @@ mod transport;
 
 pub use catalogue::{Gpu, Price, closest_gpu, gpu, gpu_names, h200_profile};
 pub use cost::stream_family;
-pub use device::{Device, DeviceError, LaunchTime, SlabSizes, Taken};
+pub use device::{Device, DeviceError, LaunchTime, SlabSizes, Taken, UPLOAD_PIECE};
 pub use events::Waits;
 pub use guess::cpu_profile;
 pub use host::Host;

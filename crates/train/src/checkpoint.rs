@@ -432,8 +432,8 @@ impl Session<'_> {
                 continue;
             }
             let bytes = held.len() * t.dtype.bytes();
-            self.device.upload(t.home, layout.offset(id), bytes, &mut |out| {
-                file.read_exact_at(out, first).map_err(|e| {
+            self.device.upload_pieces(t.home, layout.offset(id), bytes, &mut |at, out| {
+                file.read_exact_at(out, first + at as u64).map_err(|e| {
                     let reason = format!("it ends inside `{}` ({e})", t.name);
                     DeviceError::Source(Box::new(damaged(&path, reason)))
                 })

@@ -178,9 +178,18 @@ pub fn shared() -> Option<PathBuf> {
     Some(path)
 }
 
-/// Reads a tensor, its length taken from its shape.
+/// Reads a tensor, its length taken from its shape; and parts of it, which begin and end
+/// anywhere and have the same bits.
 pub fn read(checkpoint: &plimsoll_model::Checkpoint, name: &str) -> Vec<f32> {
-    let mut values = vec![0.0; checkpoint.shape(name).unwrap().iter().product()];
+    let n: usize = checkpoint.shape(name).unwrap().iter().product();
+    let mut values = vec![0.0; n];
     checkpoint.read_f32(name, &mut values).unwrap();
+    for (first, end) in [(0, n / 2), (n / 3, n), (n / 2 + 1, n / 2 + 2), (n / 7, n / 5), (n, n)] {
+        let (first, end) = (first.min(n), end.min(n).max(first.min(n)));
+        let mut part = vec![0.0; end - first];
+        checkpoint.read_f32_from(name, first, &mut part).unwrap();
+        let same = part.iter().zip(&values[first..end]).all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(same, "{name} from {first} to {end}");
+    }
     values
 }
