@@ -1,8 +1,8 @@
 """The run of scripts/gpu-bench --gpus N: Llama-3-8B, every parameter trained, on N GPUs of one machine.
 
-Speed of ZeRO 1 and 3 at a few batch sizes with and without the optimizer's state in host memory, against one GPU;
-planned and measured bytes of every rank; the largest batch in a limit of memory, and the time that a training set
-takes with it. PyTorch's FSDP2 runs in the same call where its script is given.
+Speed of ZeRO 1 and 3 at a few batch sizes with and without the optimizer's state in host memory, against the same GPUs
+each alone; planned and measured bytes of every rank; the largest batch in a limit of memory, and the time that a
+training set takes with it. PyTorch's FSDP2 runs in the same call where its script is given.
 """
 import json
 import os
@@ -17,6 +17,8 @@ PUBLISHED = {"none": "2, 29 min (3 with Liger)", "optimizer": "17 (41 with Liger
 BATCHES = (1, 2, 4)
 STAGES = (1, 3)
 OFFLOADS = ("none", "optimizer")
+# Of the time, what is kept for the peer, if there is one.
+PEER_SECONDS = 130
 
 
 class Bench:
@@ -29,37 +31,78 @@ class Bench:
                 str(self.args.sequence), "--optimizer-dtype", "bf16", "--gpus", str(gpus), "--zero", str(zero), "--offload",
                 offload, "--recompute", recompute, "--collectives", self.args.collectives]
 
-    def point(self, name, batch, gpus, zero, offload="none", recompute="norms", more=()):
-        """A measured row; none where time is up or the run failed, which is said."""
-        if time.monotonic() > self.until:
-            self.left.append(name)
-            return None
-        command = [*self.command("point", batch, gpus, zero, offload, recompute), "--device", self.args.device,
-                   "--full-rows", "--warmup", "2", "--iterations", str(self.args.iterations), *more]
-        if offload != "none" and self.args.device == "cuda":
-            # Where memory grows with its use, its size now says little.
-            command += ["--host-memory", self.args.host_memory]
+    def remaining(self):
+        """Seconds left for what is not the peer."""
+        return self.until - time.monotonic() - (PEER_SECONDS if self.args.peer_ranks else 0)
+
+    def run(self, name, command, iterations, environments):
+        """The rows of a command that runs once in each environment, all at the same time; none where time is up or
+        a run failed, which is said."""
+        if self.remaining() <= 0:
+            self.left.append(f"{name}: time was up")
+            return []
+        command = [*command, "--device", self.args.device, "--full-rows", "--warmup", str(min(2, iterations - 1)),
+                   "--iterations", str(iterations)]
         began = time.monotonic()
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-            row = json.loads(done.stdout) if done.returncode == 0 else None
-            said = done.stderr.strip().splitlines()[:1]
-        except subprocess.TimeoutExpired:
-            row, said = None, ["no end within 240 s"]
+        started = [subprocess.Popen(command, env={**os.environ, **more}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                    text=True) for more in environments]
+        rows, failed = [], None
+        for process in started:
+            try:
+                out, err = process.communicate(timeout=max(1, self.remaining() + 30 - (time.monotonic() - began)))
+                if process.returncode == 0:
+                    rows.append(json.loads(out))
+                else:
+                    failed = "".join(err.strip().splitlines()[:1])
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                failed = "stopped, as time was up"
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        if row is None:
-            self.left.append(f"{name}: {''.join(said)[:160]}")
-            return None
-        row.update(name=name, gpus=gpus, zero=zero, offload=offload, batch=batch, recompute=recompute)
-        row["planned"] = row.get("rank_planned_bytes") or [row["planned_bytes"]]
-        row["measured"] = row.get("rank_measured_bytes") or [row["measured_bytes"]]
-        with open(os.path.join(self.args.out, f"gpu-bench-{self.args.gpus}.jsonl"), "a") as log:
-            log.write(json.dumps(row) + "\n")
+        if failed is not None:
+            self.left.append(f"{name}: {failed[:160]}")
+            return []
+        return rows
+
+    def keep(self, name, row, batch, **more):
+        """Adds a row with what it is, a figure for each rank."""
+        for what in ("planned", "measured"):
+            row[what] = row.get(f"rank_{what}_bytes") or [row[f"{what}_bytes"]]
+        row["seconds"] = row.get("rank_seconds") or [row["seconds_per_iteration"]]
+        row.update(name=name, batch=batch, **more)
+        # As a sweep's points, for `plimsoll report`.
+        point = {what: row[what] for what in ("batch", "gpus", "zero", "offload", "recompute")}
+        with open(os.path.join(self.args.out, "points.jsonl"), "a") as log:
+            log.write(json.dumps({"point": point, "status": "ok", **row}) + "\n")
         self.rows.append(row)
         return row
 
+    def alone(self, batch):
+        """Every GPU by itself, all at once: one row, with the figures of the slowest as its own."""
+        name, gpus = f"{batch}, alone", self.args.gpus
+        environments = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(gpus)] if self.args.device == "cuda" else [{}]
+        rows = self.run(name, self.command("point", batch, 1, 0, "none", "norms"), self.args.iterations, environments)
+        if not rows:
+            return None
+        slowest = max(rows, key=lambda row: row["seconds_per_iteration"])
+        lists = {f"rank_{key}": [row[key] for row in rows] for key in ("planned_bytes", "measured_bytes")}
+        lists["rank_seconds"] = [row["seconds_per_iteration"] for row in rows]
+        return self.keep(name, {**slowest, **lists}, batch, gpus=1, zero=0, offload="none", recompute="norms")
+
+    def point(self, name, batch, zero, offload="none", recompute="norms", iterations=None, limit=None, **more):
+        command = self.command("point", batch, self.args.gpus, zero, offload, recompute)
+        if limit:
+            command += ["--memory-limit", limit]
+        if offload != "none" and self.args.device == "cuda":
+            # Where memory grows with its use, its size now says little.
+            command += ["--host-memory", self.args.host_memory]
+        rows = self.run(name, command, iterations or self.args.iterations, [{}])
+        if not rows:
+            return None
+        return self.keep(name, rows[0], batch, gpus=self.args.gpus, zero=zero, offload=offload, recompute=recompute, **more)
+
     def largest(self, zero, offload, recompute):
-        """The largest batch a GPU that the plan finds room for in the limit."""
+        """The largest batch a GPU that the plan finds room for in the limit; 0: not one."""
         def fits(batch):
             # Planned for the GPU that has the limit's memory; the profile does not change bytes.
             command = [*self.command("plan", batch, self.args.gpus, zero, offload, recompute), "--gpu", self.args.plan_for,
@@ -79,9 +122,9 @@ class Bench:
         return low
 
 
-def spread(values, unit=1e9):
-    low, mean, high = min(values) / unit, sum(values) / len(values) / unit, max(values) / unit
-    return f"{low:.2f} / {mean:.2f} / {high:.2f}"
+def spread(values, unit=1e9, digits=2):
+    figures = (min(values) / unit, sum(values) / len(values) / unit, max(values) / unit)
+    return " / ".join(f"{x:.{digits}f}" for x in figures)
 
 
 def worst(row):
@@ -89,18 +132,16 @@ def worst(row):
 
 
 def speed_table(b, alone):
-    n = b.args.gpus
-    lines = [f"| batch a GPU, ZeRO, offload | tokens/s/GPU | of one GPU | planned / measured s | GB planned: min / mean / max "
-             f"of {n} | GB measured | worst % |", "|---|---|---|---|---|---|---|"]
+    lines = [f"| batch a GPU, ZeRO, offload | tokens/s/GPU | of the slowest alone | planned s | s: min / mean / max of {b.args.gpus} "
+             "| GB planned: min / mean / max | GB measured | worst % |", "|---|---|---|---|---|---|---|---|"]
     for row in b.rows:
         if row.get("largest"):
             continue
         rate = row["tokens_per_second"] / row["gpus"]
         one = alone.get(row["batch"])
         ratio = f"{rate / one:.3f}" if one and row["gpus"] > 1 else ""
-        lines.append(f"| {row['name']} | {rate:,.0f} | {ratio} | {row['planned_seconds']:.3f} / "
-                     f"{row['seconds_per_iteration']:.3f} | {spread(row['planned'])} | {spread(row['measured'])} "
-                     f"| {100 * worst(row):.2f} |")
+        lines.append(f"| {row['name']} | {rate:,.0f} | {ratio} | {row['planned_seconds']:.3f} | {spread(row['seconds'], 1, 3)} "
+                     f"| {spread(row['planned'])} | {spread(row['measured'])} | {100 * worst(row):.2f} |")
     return lines
 
 
@@ -147,28 +188,31 @@ def run(args):
     os.makedirs(args.out, exist_ok=True)
     b = Bench(args)
     alone = {}
-    for batch in BATCHES:
-        row = b.point(f"{batch}, one GPU", batch, 1, 0)
+    # The rows that say most come first: what is left when time is up, is said.
+    for batch in reversed(BATCHES):
+        row = b.alone(batch)
         if row:
             alone[batch] = row["tokens_per_second"]
-    # The rows that say most come first: what is left when time is up, is said.
     for offload in OFFLOADS:
         for batch in reversed(BATCHES):
             for zero in STAGES:
-                b.point(f"{batch}, {zero}, {offload}", batch, args.gpus, zero, offload)
+                b.point(f"{batch}, {zero}, {offload}", batch, zero, offload)
     for offload in OFFLOADS:
         for recompute in ("none", "mlp", "block"):
-            batch = b.largest(3, offload, recompute)
+            batch = b.largest(3, offload, recompute) if b.remaining() > 0 else None
             if batch == 0:
                 b.left.append(f"no batch fits {args.limit} with offload {offload}, recompute {recompute}")
                 continue
-            row = b.point(f"largest: {offload}, {recompute}", batch, args.gpus, 3, offload, recompute,
-                          ["--memory-limit", args.limit])
-            if row:
-                row["largest"] = True
+            # Steps of many rows are long, and alike.
+            name = f"largest: {offload}, {recompute}"
+            b.point(name, batch, 3, offload, recompute, iterations=2, limit=args.limit, largest=True)
     text = "\n".join([*speed_table(b, alone), "", *largest_table(b), "", *fsdp_table(b),
                       *(f"\nnot run: {what}" for what in b.left)])
     with open(os.path.join(args.out, f"gpu-bench-{args.gpus}.md"), "w") as f:
         f.write(text + "\n")
     print(text)
-    return 0 if b.rows else 1
+    if not b.rows:
+        return 1
+    report = [args.binary, "report", args.out, "--samples", str(SAMPLES), "--title", f"{args.model} on {args.gpus} GPUs",
+              "--out", os.path.join(args.out, f"gpu-bench-{args.gpus}.html")]
+    return subprocess.run(report, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode

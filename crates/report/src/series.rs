@@ -301,7 +301,7 @@ impl Series {
     fn fill_in_samples(&mut self, recipe: &Value) {
         for row in &mut self.rows {
             let of = |name: &str| row.point.get(name).or(recipe.get(name)).and_then(Value::as_f64);
-            row.gpus = row.gpus.or(recipe["gpus"].as_f64());
+            row.gpus = row.gpus.or(of("gpus").filter(|&n| n >= 1.0));
             let samples = of("batch")
                 .map(|batch| batch * of("accumulate").unwrap_or(1.0) * row.gpus.unwrap_or(1.0));
             row.samples_per_iteration =
@@ -407,6 +407,15 @@ mod tests {
         assert_eq!(series.rows[2].message.as_deref(), Some("no"));
         assert!(series.problems.iter().any(|n| n.contains("planned_bytes is -5")));
         assert!(series.problems.last().unwrap().contains("line 8"));
+    }
+
+    #[test]
+    fn ranks_that_vary_count_among_the_samples() {
+        let text = r#"{"point":{"batch":3,"gpus":4,"accumulate":2},"status":"ok"}
+{"point":{"batch":3,"gpus":0},"status":"ok"}"#;
+        let series = Series::parse("a", text).unwrap();
+        let found: Vec<_> = series.rows.iter().map(|r| (r.gpus, r.samples_per_iteration)).collect();
+        assert_eq!(found, [(Some(4.0), Some(24.0)), (None, Some(3.0))]);
     }
 
     #[test]
