@@ -607,6 +607,7 @@ ALONE = [("memory outside the slab", parts("memory")),
 # Minutes and tens of gigabytes each: only where their names are asked for.
 ASKED = [("8b offload: batch 1", offload_8b(1, "optimizer")),
          ("8b offload: batch 1, updates on the host", offload_8b(1, "optimizer", "--update-on", "cpu")),
+         ("8b offload: batch 1, masters in float32", offload_8b(1, "optimizer", "--master-weights", "f32")),
          ("8b offload: batch 8", offload_8b(8, "optimizer", "--recompute", "block")),
          ("8b offload: batch 8, without", offload_8b(8, "none", "--recompute", "block")),
          ("8b offload: batch 4, weights too", offload_8b(4, "optimizer+weights", "--recompute", "block")),

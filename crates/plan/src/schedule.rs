@@ -1,6 +1,8 @@
 //! Seconds: what each op costs on a device, how the lanes overlap, and what bounds
 //! the step.
 
+use std::collections::VecDeque;
+
 use plimsoll_arch::DType;
 use plimsoll_program::{Lane, OpKind, Program, Section};
 
@@ -67,7 +69,7 @@ pub(crate) fn schedule_with(
     for section in &program.sections {
         time_ops(program, section, waits, device, document_tokens, &mut ops);
         let repeat = section.repeat as f64;
-        step_seconds += repeat * overlap(section, waits, &mut ops);
+        step_seconds += repeat * overlap(section, waits, device.both_ways(), &mut ops);
         exposed_seconds += repeat * exposed(&ops[section.ops.clone()]);
         for op in &ops[section.ops.clone()] {
             lane_seconds[op.lane.index()] += repeat * op.seconds;
@@ -141,17 +143,55 @@ fn time_ops(
 }
 
 /// Starts each op of a section when its lane and what it waits for are ready; the
-/// seconds until the last lane is.
-fn overlap(section: &Section, waits: &Waits, ops: &mut [OpTime]) -> f64 {
-    let mut free = [0.0f64; Lane::ALL.len()];
-    for at in section.ops.clone() {
-        let end = |op: &usize| ops[*op].start + ops[*op].seconds;
-        let ready = waits.of(at).iter().map(end).fold(0.0, f64::max);
-        let lane = ops[at].lane.index();
-        ops[at].start = ready.max(free[lane]);
-        free[lane] = ops[at].start + ops[at].seconds;
+/// seconds until the last lane is. While copies go both ways, each keeps `both_ways` of
+/// its rate, and takes so much longer.
+fn overlap(section: &Section, waits: &Waits, both_ways: f64, ops: &mut [OpTime]) -> f64 {
+    const LANES: usize = Lane::ALL.len();
+    let first = section.ops.start;
+    let mut queues: [VecDeque<usize>; LANES] = Default::default();
+    section.ops.clone().for_each(|at| queues[ops[at].lane.index()].push_back(at));
+    let mut done = vec![false; section.ops.len()];
+    // What each lane works at, and seconds of it that are left at full rate.
+    let mut works: [Option<(usize, f64)>; LANES] = [None; LANES];
+    let mut now = 0.0;
+    loop {
+        for lane in 0..LANES {
+            if works[lane].is_none()
+                && let Some(at) = queues[lane].front().copied()
+                && waits.of(at).iter().all(|op| *op < first || done[*op - first])
+            {
+                queues[lane].pop_front();
+                ops[at].start = now;
+                works[lane] = Some((at, ops[at].seconds));
+            }
+        }
+        let busy = |lane: Lane| works[lane.index()].is_some();
+        let crowded = busy(Lane::HostToDevice) && busy(Lane::DeviceToHost);
+        let rate = |lane| if crowded && is_copy(lane) { both_ways } else { 1.0 };
+        let rates = Lane::ALL.map(rate);
+        let left = |(work, rate): (&Option<(usize, f64)>, f64)| work.map(|(_, left)| left / rate);
+        let Some(next) = works.iter().zip(rates).filter_map(left).reduce(f64::min) else {
+            return now;
+        };
+        now += next;
+        for (work, rate) in works.iter_mut().zip(rates) {
+            let Some((at, left)) = work else { continue };
+            // To a picosecond: what rounding leaves of an op is none.
+            if *left / rate <= next + 1e-12 {
+                if is_copy(ops[*at].lane) {
+                    ops[*at].seconds = now - ops[*at].start;
+                }
+                done[*at - first] = true;
+                *work = None;
+            } else {
+                *left -= next * rate;
+            }
+        }
     }
-    free.into_iter().fold(0.0, f64::max)
+}
+
+fn is_copy(lane: Lane) -> bool {
+    matches!(lane, Lane::HostToDevice | Lane::DeviceToHost)
 }
 
 /// Seconds of a section in which the communication lane works and the compute lane

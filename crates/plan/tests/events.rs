@@ -1,7 +1,9 @@
 //! Waits between lanes: enough for every conflict, and none too many.
 
 use plimsoll_arch::DType;
-use plimsoll_plan::{Layout, Placement, Waits, h200_profile, lay_out, schedule};
+use plimsoll_plan::{
+    DeviceProfile, Host, Layout, Placement, Schedule, Waits, h200_profile, lay_out, schedule,
+};
 use plimsoll_program::{
     Class, Home, Op, OpKind, Phase, Program, Section, Shard, Tensor, TensorId, View,
 };
@@ -139,13 +141,28 @@ fn copies_overlap_with_work_and_with_each_other() {
     let bytes = 2.0 * ELEMENTS as f64;
     let (to, from) = (copy + bytes / to, copy + bytes / from);
 
-    // Both ways at once, and arithmetic that nothing hinders.
+    // Both ways at once, at 0.93 of the rate of one, and arithmetic that nothing hinders.
     let apart = program(tensors.clone(), vec![up(0, 4), down(5, 1), work(6, 7)]);
     let plan = schedule(&apart, &lay_out(&apart), device, None);
     let work_seconds = plan.ops[2].seconds;
     assert!(plan.ops.iter().all(|op| op.start == 0.0));
-    assert!((plan.step_seconds - 1e-6 * device.step_us - to.max(from)).abs() < 1e-9);
+    let step = |plan: &Schedule| plan.step_seconds - 1e-6 * device.step_us;
+    let (short, long) = (to.min(from), to.max(from));
+    let crowded = short / 0.93 + (long - short);
+    assert!((step(&plan) - crowded).abs() < 1e-9, "{} {crowded}", step(&plan));
     assert_eq!(plan.bottleneck, "link");
+
+    // Two down beside one up: what is alone at the end has all of the rate.
+    let uneven = program(tensors.clone(), vec![up(0, 4), down(5, 1), down(6, 2)]);
+    let plan = schedule(&uneven, &lay_out(&uneven), device, None);
+    let crowded = to / 0.93;
+    assert!((plan.ops[0].seconds - crowded).abs() < 1e-9);
+    assert!((step(&plan) - (crowded + 2.0 * from - to)).abs() < 1e-9, "{}", step(&plan));
+
+    // A host whose memory two ranks share is what bounds both directions, not the link.
+    let shared = DeviceProfile { host: Some(Host::of_gpu("h200", 2)), ..device.clone() };
+    let plan = schedule(&apart, &lay_out(&apart), &shared, None);
+    assert!((plan.ops[0].seconds - copy - bytes / 37.5e9).abs() < 1e-9);
 
     // In a chain nothing overlaps.
     let chain = program(tensors, vec![up(0, 4), work(4, 5), down(5, 1)]);
