@@ -346,7 +346,8 @@ fn put_halves<T: bytemuck::Pod>(
 /// `initializer_range` of the Llama family.
 const DEVIATION: f32 = 0.02;
 
-/// Fills every weight with random values: normal with a deviation of 0.02, norms with one, biases with zero.
+/// Fills every weight with random values: normal with a deviation of 0.02, norms with one,
+/// biases with zero.
 /// The same seed gives the same weights in every precision up to rounding.
 ///
 /// # Errors
