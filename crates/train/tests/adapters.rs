@@ -444,7 +444,7 @@ fn gradients_with_dropout_are_the_slope_of_the_loss() {
                     }
                     let all = gradients.iter().flat_map(|g| &g.2);
                     let norm = all.map(|d| f64::from(*d).powi(2)).sum::<f64>().sqrt();
-                    let step = 0.003;
+                    let step = 0.001;
                     let mut at = |sign: f64| {
                         for (name, value, d) in &gradients {
                             let x = value.iter().zip(d);
