@@ -5,20 +5,27 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use plimsoll_arch::{Architecture, DType};
-use plimsoll_program::{Lora, Projection};
+use plimsoll_program::{Lora, Projection, Quant};
 use serde_json::{Map, Value, json};
 
 use crate::config_files::{model_name, read_text};
 use crate::error::TensorProblem;
+use crate::safetensors::metadata;
 use crate::{Checkpoint, ModelError, SafetensorsWriter, TensorSpec};
 
 pub(crate) const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 
+/// The four bits of the base that an adapter was trained beside, in the metadata of its
+/// tensors: PEFT reads none of that, while an unknown key of the configuration makes it warn,
+/// and versions before 0.14 fail.
+const BASE_QUANT: &str = "base_quant";
+
 /// A LoRA adapter on disk that fits a model.
 pub struct Adapter {
     lora: Lora,
     base: Option<String>,
+    base_quant: Option<String>,
     tensors: Checkpoint,
 }
 
@@ -72,7 +79,8 @@ impl Adapter {
         let refuse = |reason: String| ModelError::not_a_model(&path, reason);
         let lora = lora(&config, &tensors, arch).map_err(refuse)?;
         lora.check(arch).map_err(|e| refuse(e.to_string()))?;
-        let adapter = Adapter { lora, base, tensors };
+        let base_quant = tensors.files.iter().find_map(|file| metadata(file, BASE_QUANT));
+        let adapter = Adapter { lora, base, base_quant, tensors };
         adapter.validate(arch)?;
         Ok(adapter)
     }
@@ -85,6 +93,12 @@ impl Adapter {
     /// `base_model_name_or_path`: what the adapter was trained on.
     pub fn base(&self) -> Option<&str> {
         self.base.as_deref()
+    }
+
+    /// In which four bits its base was held in training, as [`base_quant_name`] has it; none
+    /// where the adapter does not say, as PEFT's do not.
+    pub fn base_quant(&self) -> Option<&str> {
+        self.base_quant.as_deref()
     }
 
     /// The adapter's folder.
@@ -273,14 +287,15 @@ fn config(lora: &Lora, base: &str, arch: &Architecture) -> String {
 
 impl SafetensorsWriter {
     /// Prepares to write an adapter as PEFT loads it: its configuration, and the tensors
-    /// of [`Lora::parts`] as `dtype`. `base` is what it was trained on.
+    /// of [`Lora::parts`] as `dtype`. `base` is what it was trained on, `quant` in which
+    /// four bits that was.
     ///
     /// # Errors
     /// As [`SafetensorsWriter::create`].
     pub fn adapter(
         dir: &Path,
         lora: &Lora,
-        base: &str,
+        (base, quant): (&str, Option<Quant>),
         arch: &Architecture,
         dtype: DType,
     ) -> Result<SafetensorsWriter, ModelError> {
@@ -288,7 +303,18 @@ impl SafetensorsWriter {
             |p: plimsoll_program::WeightPart| TensorSpec { name: p.source, shape: p.shape, dtype };
         let tensors: Vec<TensorSpec> = lora.parts(arch).into_iter().map(spec).collect();
         let config = config(lora, base, arch);
-        SafetensorsWriter::named(dir, ["adapter_model", CONFIG], config, &tensors, u64::MAX)
+        let names = ["adapter_model", CONFIG];
+        let metadata = [(BASE_QUANT, base_quant_name(quant))];
+        SafetensorsWriter::named(dir, names, config, &metadata, &tensors, u64::MAX)
+    }
+}
+
+/// What a base is held in: `nf4-dq`, `nf4-dq with the head`, or `none` for no four bits.
+pub fn base_quant_name(quant: Option<Quant>) -> String {
+    match quant {
+        None => "none".to_owned(),
+        Some(quant) if quant.head => format!("{} with the head", quant.name()),
+        Some(quant) => quant.name().to_owned(),
     }
 }
 

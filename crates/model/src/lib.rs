@@ -21,7 +21,7 @@ mod safetensors;
 mod slab;
 mod writer;
 
-pub use adapter::{Adapter, adapter_base, base_name};
+pub use adapter::{Adapter, adapter_base, base_name, base_quant_name};
 pub use checkpoint::{Checkpoint, Validation, read_architecture};
 pub use error::{ModelError, TensorProblem};
 pub use finite::{first_non_finite, first_non_finite_bf16};

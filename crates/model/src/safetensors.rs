@@ -36,6 +36,19 @@ pub(crate) fn tensors(file: &MappedFile) -> Result<Vec<RawTensor>, ModelError> {
         .map_err(|reason| ModelError::Safetensors { path: file.path.clone(), reason })
 }
 
+/// A text of the metadata of a file that [`tensors`] has checked.
+pub(crate) fn metadata(file: &MappedFile, key: &str) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Metadata {
+        #[serde(rename = "__metadata__")]
+        fields: serde_json::Value,
+    }
+    let (length, rest) = file.bytes().split_first_chunk::<8>()?;
+    let header = rest.get(..u64::from_le_bytes(*length) as usize)?;
+    let Metadata { fields } = serde_json::from_slice(header).ok()?;
+    fields[key].as_str().map(str::to_owned)
+}
+
 fn parse(bytes: &[u8]) -> Result<Vec<RawTensor>, String> {
     let Some((length, rest)) = bytes.split_first_chunk::<8>() else {
         return Err(format!("{} bytes are no header", bytes.len()));

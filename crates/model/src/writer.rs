@@ -133,15 +133,17 @@ impl SafetensorsWriter {
         tensors: &[TensorSpec],
         shard_bytes: u64,
     ) -> Result<SafetensorsWriter, ModelError> {
-        Self::named(dir, ["model", CONFIG], config, tensors, shard_bytes)
+        Self::named(dir, ["model", CONFIG], config, &[], tensors, shard_bytes)
     }
 
     /// As [`SafetensorsWriter::with_config`], with other names: that of the weights,
-    /// without `.safetensors`, and that of the configuration.
+    /// without `.safetensors`, and that of the configuration; and with more metadata in
+    /// every file.
     pub(crate) fn named(
         dir: &Path,
         [stem, config_name]: [&'static str; 2],
         config: String,
+        metadata: &[(&str, String)],
         tensors: &[TensorSpec],
         shard_bytes: u64,
     ) -> Result<SafetensorsWriter, ModelError> {
@@ -191,7 +193,7 @@ impl SafetensorsWriter {
                     1 => format!("{stem}.safetensors"),
                     _ => format!("{stem}-{:05}-of-{count:05}.safetensors", i + 1),
                 },
-                header: header(content),
+                header: header(metadata, content),
             })
             .collect();
 
@@ -451,10 +453,12 @@ impl Drop for SafetensorsWriter {
 
 /// The header of one file, with its length before it and spaces behind it, so
 /// that the data begin at a multiple of eight bytes.
-fn header(tensors: Map<String, Value>) -> Vec<u8> {
+fn header(metadata: &[(&str, String)], tensors: Map<String, Value>) -> Vec<u8> {
     let mut object = Map::new();
     // transformers refuses files that do not say where they come from.
-    object.insert("__metadata__".into(), json!({"format": "pt"}));
+    let mut about = Map::from_iter([("format".to_owned(), json!("pt"))]);
+    about.extend(metadata.iter().map(|(key, value)| ((*key).to_owned(), json!(value))));
+    object.insert("__metadata__".into(), about.into());
     object.extend(tensors);
     let mut text = Value::Object(object).to_string().into_bytes();
     text.resize(text.len().next_multiple_of(8), b' ');

@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use plimsoll_cpu::{CpuDevice, CpuTarget};
 use plimsoll_cuda::{CudaDevice, CudaTarget, device_info};
-use plimsoll_plan::{Device, SlabSizes, Transport};
+use plimsoll_plan::{Device, DeviceKind, SlabSizes, Transport};
 use plimsoll_program::Target;
 
 use crate::exit::Stop;
@@ -32,6 +32,14 @@ impl DeviceArg {
         match self {
             DeviceArg::Cpu => "cpu",
             DeviceArg::Cuda => "cuda",
+        }
+    }
+
+    /// What a profile calls it.
+    pub fn kind(self) -> DeviceKind {
+        match self {
+            DeviceArg::Cpu => DeviceKind::Cpu,
+            DeviceArg::Cuda => DeviceKind::Cuda,
         }
     }
 
@@ -102,11 +110,15 @@ impl DeviceArg {
         ranks: usize,
         given: Option<u64>,
     ) -> Result<(), Stop> {
-        if self == DeviceArg::Cpu || slabs.host == 0 {
-            return Ok(());
-        }
-        let own = || plimsoll_measure::machine_memory_limit().map_err(Stop::input);
-        let limit = given.map_or_else(own, Ok)?;
+        let limit = match (given, self) {
+            _ if slabs.host == 0 => return Ok(()),
+            (Some(given), _) => given,
+            // What both slabs take together is held against the machine's memory.
+            (None, DeviceArg::Cpu) => return Ok(()),
+            (None, DeviceArg::Cuda) => {
+                plimsoll_measure::machine_memory_limit().map_err(Stop::input)?
+            }
+        };
         let needed = slabs.host.saturating_mul(ranks as u64);
         if needed <= limit {
             return Ok(());

@@ -20,6 +20,7 @@ mod stop_text;
 mod torch_args;
 mod units;
 mod weights;
+mod without_effect;
 
 use std::process::ExitCode;
 
@@ -71,9 +72,15 @@ pub enum Format {
     Json,
 }
 
+/// The words of the command line up to a `--`: what follows it is for another program.
+pub fn written() -> impl Iterator<Item = String> {
+    let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned());
+    words.take_while(|word| word != "--")
+}
+
 /// Whether the user wrote an option, with or without `=`, and not only its default holds.
 pub fn given(option: &str) -> bool {
-    std::env::args().any(|argument| argument.split('=').next() == Some(option))
+    written().any(|argument| argument.split('=').next() == Some(option))
 }
 
 /// Threads of the CPU device: `PLIMSOLL_THREADS`, or one a core.

@@ -245,8 +245,7 @@ impl Planner {
 
     /// Whether a plan takes more host memory than there may be.
     fn exceeds_host(&self, report: &PlanReport) -> bool {
-        self.device.kind == DeviceKind::Cuda
-            && self.host_memory.is_some_and(|limit| report.host_bytes > limit)
+        self.host_memory.is_some_and(|limit| report.host_bytes > limit)
     }
 
     /// What carries the collectives of the ranks.
@@ -402,6 +401,15 @@ impl Planner {
         planned: &PlanReport,
     ) -> Vec<String> {
         let mut lines = Vec::new();
+        if self.exceeds_host(planned) {
+            let (offload, update_on) = (Offload::NONE, UpdateOn::Device);
+            let with =
+                |batch| Recipe { offload: offload.clone(), update_on, batch, ..recipe.clone() };
+            if let Some((batch, report)) = self.largest_batch(arch, with, recipe.batch) {
+                let bytes = units::bytes(self.needed_bytes(&report));
+                lines.push(format!("offload=none fits batch {batch} ({bytes})"));
+            }
+        }
         if recipe.method != Method::Infer {
             for level in Recompute::ALL {
                 let with = |batch| Recipe {
@@ -543,8 +551,7 @@ pub struct Settled {
 
 /// Where updates run, in one line: the step, and the other one that was compared.
 pub fn updates_line(updates: &Updates) -> String {
-    let device = if updates.device == DeviceKind::Cuda { "GPU" } else { "device" };
-    let (cpu, gpu) = (("host", updates.cpu_step_seconds), (device, updates.gpu_step_seconds));
+    let (cpu, gpu) = (("CPU", updates.cpu_step_seconds), ("GPU", updates.gpu_step_seconds));
     let (here, there) = if updates.on == "cpu" { (cpu, gpu) } else { (gpu, cpu) };
     let mut text = format!("updates on the {}", here.0);
     if let (Some(own), Some(other)) = (here.1, there.1) {
@@ -557,6 +564,9 @@ pub fn updates_line(updates: &Updates) -> String {
         if updates.other_does_not_fit {
             text.push_str(", which does not fit");
         }
+    }
+    if updates.device == DeviceKind::Cpu {
+        text.push_str("; the CPU device stands for both");
     }
     text.push_str("; ");
     text.push_str(&host_words(
@@ -636,15 +646,16 @@ impl Planned {
         recipe: &Recipe,
     ) -> Result<(), Stop> {
         let report = &self.report;
-        let (Some(false), Some(memory)) = (report.fits, report.memory_bytes) else {
+        if report.fits != Some(false) {
             return Ok(());
-        };
-        let (needed, limit) = match planner.host_memory {
-            Some(limit) if planner.exceeds_host(report) => (
+        }
+        let (needed, limit) = match (planner.host_memory, report.memory_bytes) {
+            (Some(limit), _) if planner.exceeds_host(report) => (
                 format!("{} of host memory", units::bytes(report.host_bytes)),
                 format!("{} (--host-memory, for a rank)", units::bytes(limit)),
             ),
-            _ => (units::bytes(planner.needed_bytes(report)), units::bytes(memory)),
+            (_, Some(memory)) => (units::bytes(planner.needed_bytes(report)), units::bytes(memory)),
+            (_, None) => return Ok(()),
         };
         let mut text = format!(
             "{} at batch {} and seq {} needs {needed} of {limit}",

@@ -239,7 +239,7 @@ pub enum OptimizerArg {
 /// Where updates run whose state is in host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum UpdateOnArg {
-    /// On the GPU, unless the plan's step is clearly shorter with the host or fits only so.
+    /// On the GPU, unless the plan's step is clearly shorter with the CPU or fits only so.
     Auto,
     /// State visits the GPU.
     Gpu,
@@ -342,8 +342,8 @@ pub struct RecipeArgs {
     /// what machines with such a GPU have]
     #[arg(long, value_name = "GB_PER_SECOND", value_parser = crate::units::parse_rate)]
     pub host_bandwidth: Option<f64>,
-    /// Host memory that offload may take, all ranks of a machine together [default: the machine's, as it is now; for a
-    /// plan no limit]
+    /// Host memory that offload may take, all ranks of a machine together [default: the
+    /// machine's, as it is now; for a plan and on the CPU no limit of its own]
     #[arg(long, value_parser = crate::units::parse_bytes)]
     pub host_memory: Option<u64>,
     /// Rows of logits that exist at a time [default: as many as cost no memory]
@@ -405,13 +405,6 @@ impl RecipeArgs {
                 state,
             }),
         };
-        if self.update_on.is_some() && !self.offload.optimizer {
-            return Err(Stop::Input(format!(
-                "--update-on is about optimizer state in host memory, and --offload {} leaves it \
-                 on the device: give --offload optimizer as well, or drop --update-on",
-                self.offload
-            )));
-        }
         let recompute = if self.recompute_is_auto() {
             RecomputePlan::uniform(Recompute::None)
         } else {
@@ -450,7 +443,8 @@ impl RecipeArgs {
             loss_rows: self.loss_rows,
             offload: self.offload.clone(),
             update_on: match self.update_on {
-                Some(UpdateOnArg::Cpu) => UpdateOn::Host,
+                // A search takes it for what it offloads itself.
+                Some(UpdateOnArg::Cpu) if self.offload.optimizer => UpdateOn::Host,
                 _ => UpdateOn::Device,
             },
             lora,

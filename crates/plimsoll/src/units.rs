@@ -89,6 +89,31 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     }
 }
 
+/// Most of anything that is counted.
+const MOST: usize = 1_000_000_000;
+
+/// A number of steps, tokens or rows: 1 to a billion.
+///
+/// # Errors
+/// It is no such number.
+pub fn parse_count(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(count) if (1..=MOST).contains(&count) => Ok(count),
+        _ => Err(format!("give a whole number from 1 to {MOST}")),
+    }
+}
+
+/// As [`parse_count`], or 0.
+///
+/// # Errors
+/// It is no such number.
+pub fn parse_count_or_none(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(count) if count <= MOST => Ok(count),
+        _ => Err(format!("give a whole number from 0 to {MOST}")),
+    }
+}
+
 /// US dollars an hour.
 ///
 /// # Errors

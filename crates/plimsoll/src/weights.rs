@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use plimsoll_model::{Adapter, adapter_base, base_name, load_adapter, load_weights};
+use plimsoll_model::{
+    Adapter, adapter_base, base_name, base_quant_name, load_adapter, load_weights,
+};
 use plimsoll_plan::{Device, Layout};
 use plimsoll_program::{Program, Quant, Recipe};
 
@@ -46,6 +48,7 @@ impl Weights {
         if quant.is_some() {
             model.note_what_is_quantized_too();
         }
+        adapter.iter().for_each(|adapter| note_other_quant(adapter, quant));
         Ok(Weights { model, adapter, quant })
     }
 
@@ -90,6 +93,28 @@ pub fn resolve(model: &str, adapter: Option<&Path>) -> Result<(String, Option<Pa
             Ok((base, Some(path.to_path_buf())))
         }
     }
+}
+
+/// Says that an adapter's base is now held in other four bits than it was in training: what
+/// the adapter was trained to correct is then not there, or something else is.
+pub fn note_other_quant(adapter: &Adapter, quant: Option<Quant>) {
+    let held = base_quant_name(quant);
+    let Some(trained) = adapter.base_quant().filter(|trained| *trained != held) else { return };
+    let words = |name: &str| match name {
+        "none" => "a base in no four bits".to_owned(),
+        name => format!("a base in {name}"),
+    };
+    let option = match trained.split_once(' ') {
+        Some((format, _)) => format!("{format} --quant-head"),
+        None => trained.to_owned(),
+    };
+    note!(
+        "warning: {} was trained beside {}, and is now put on {}: --quant {option} has the base \
+         as it was",
+        adapter.path().display(),
+        words(trained),
+        words(&held)
+    );
 }
 
 /// Opens an adapter for a model, and says so if it was trained on another one.

@@ -424,3 +424,53 @@ fn inspect_shows_what_it_takes() {
     assert!(peak("full", "sgd") > peak("lora", "adamw"));
     assert!(peak("lora", "sgd") > peak("qlora", "adamw"));
 }
+
+/// What an adapter was trained beside is in its file, and is said where it is put on
+/// something else.
+#[test]
+fn other_four_bits_than_in_training_are_said() {
+    let bench = Bench::new();
+    let (qlora, lora) = (bench.out("qlora"), bench.out("lora"));
+    bench.train(&qlora, "--method qlora --quant nf4 --steps 1").ok();
+    bench.train(&lora, "--method lora --steps 1").ok();
+    let said = "was trained beside";
+    let generate = |adapter: &Path, options: &str| {
+        let adapter = adapter.display();
+        plimsoll(&format!("generate --model {adapter} --prompt a --max-new-tokens 1 {options}"))
+            .ok()
+    };
+    for (adapter, options) in [(&qlora, "--quant nf4"), (&lora, ""), (&lora, "--quant none")] {
+        let ran = generate(adapter, options);
+        assert!(!ran.stderr.contains(said), "{ran:#?}");
+    }
+    let warned = |ran: Ran, words: [&str; 3]| {
+        let line = ran.stderr.lines().find(|line| line.contains(said));
+        let line = line.unwrap_or_else(|| panic!("{ran:#?}"));
+        assert!(words.iter().all(|word| line.contains(word)), "{line}");
+    };
+    let dense = ["beside a base in nf4,", "on a base in no four bits", "--quant nf4 has"];
+    warned(generate(&qlora, ""), dense);
+    warned(generate(&qlora, "--quant nf4-dq"), ["in nf4,", "in nf4-dq:", "--quant nf4 has"]);
+    warned(generate(&lora, "--quant fp4"), ["no four bits,", "in fp4:", "--quant none has"]);
+    let adapter = qlora.display();
+    warned(plimsoll(&format!("chat --model {adapter}")).ok(), dense);
+    let merged = bench.out("merged");
+    let merge = |options: &str| {
+        plimsoll(&format!("merge --model {adapter} --out {} {options}", merged.display())).ok()
+    };
+    warned(merge(""), dense);
+    assert!(!merge("--quant nf4").stderr.contains(said));
+    // One that goes on from it is of what it went on with.
+    let next = bench.out("next");
+    let ran = bench.train(&next, &format!("--method qlora --adapter {adapter} --steps 1")).ok();
+    warned(ran, ["in nf4,", "in nf4-dq:", "--quant nf4 has"]);
+    assert!(!generate(&next, "--quant nf4-dq").stderr.contains(said));
+    // An adapter of somebody else says nothing, and nothing is said.
+    let file = qlora.join(ADAPTER);
+    let text = bytes(&file);
+    let at = text.windows(10).position(|word| word == b"base_quant").unwrap();
+    let mut other = text.clone();
+    other[at..at + 10].copy_from_slice(b"somebodys_");
+    std::fs::write(&file, other).unwrap();
+    assert!(!generate(&qlora, "").stderr.contains(said));
+}

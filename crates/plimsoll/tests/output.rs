@@ -20,7 +20,7 @@ fn updates_go_where_the_step_is_shorter() {
     let json = |options: &str| plan(&format!("{options} --format json")).json();
     let fast = "--host-cores 96 --host-bandwidth 500";
     let slow = "--host-cores 2 --host-bandwidth 20";
-    for (host, on, recipe) in [(fast, "cpu", "host"), (slow, "gpu", "device")] {
+    for (host, on) in [(fast, "cpu"), (slow, "gpu")] {
         let chosen = json(host);
         let seconds = |plan: &Value, name: &str| plan["updates"][name].as_f64().unwrap();
         let (cpu, gpu) =
@@ -28,7 +28,7 @@ fn updates_go_where_the_step_is_shorter() {
         assert_eq!(on == "cpu", cpu < gpu, "{chosen}");
         assert_eq!(chosen["updates"]["on"], on);
         assert_eq!(chosen["updates"]["host_source"], "as given");
-        assert_eq!(chosen["recipe"]["update_on"], recipe);
+        assert_eq!(chosen["recipe"]["update_on"], on);
         assert_eq!(chosen["step_seconds"].as_f64().unwrap(), cpu.min(gpu));
         // What was compared is what each is on its own.
         for (option, expected) in [("cpu", cpu), ("gpu", gpu)] {
@@ -37,7 +37,7 @@ fn updates_go_where_the_step_is_shorter() {
             assert_eq!(one["updates"]["on"], option);
         }
         let table = plan(host).stdout;
-        let word = if on == "cpu" { "host" } else { "GPU" };
+        let word = if on == "cpu" { "CPU" } else { "GPU" };
         assert!(table.contains(&format!("updates on the {word}: ")), "{table}");
     }
     let default = json("");

@@ -100,6 +100,50 @@ fn offload_is_searched_on_one_gpu() {
     assert!(none.iter().all(|plan| offload(plan) == "none"));
 }
 
+/// Where updates run is about what the search offloads, and leaves the rest as it is.
+#[test]
+fn updates_are_restricted_without_an_offload() {
+    for on in ["cpu", "gpu"] {
+        let found = all(&format!("--gpu 4090 --memory 620MiB --limit 10000 --update-on {on}"));
+        let moved = |plan: &&Value| plan["host_bytes"].as_u64().unwrap() > 0;
+        let offload = |plan: &&Value| plan["recipe"]["offload"].as_str().unwrap().contains("opt");
+        assert!(found.iter().filter(moved).any(|plan| offload(&plan)));
+        assert!(found.iter().any(|plan| !offload(&plan)));
+        for plan in found.iter().filter(offload) {
+            assert_eq!(plan["recipe"]["update_on"], on);
+        }
+    }
+    search("--gpu 4090 --offload none --update-on cpu").refused(&["--update-on", "--offload none"]);
+    search("--gpu 4090 --gpus 2 --update-on cpu").refused(&["--update-on"]);
+    search("--gpu 4090 --method lora --host-cores 4").refused(&["--host-cores"]);
+    search("--gpu 4090 --method lora --host-bandwidth 40 --limit 1").ok();
+}
+
+/// No row is another one's with something more to understand.
+#[test]
+fn rows_that_take_the_same_are_one() {
+    let found = all("--gpu rtx-4090 --limit 10000");
+    let figures = |plan: &Value| {
+        let recipe = &plan["recipe"];
+        let figure = |name: &str| plan[name].as_f64().unwrap();
+        let trains = (recipe["method"].clone(), recipe["quant"].clone(), recipe["batch"].clone());
+        (trains, figure("step_seconds"), figure("peak_bytes"), figure("host_bytes"))
+    };
+    let all: Vec<_> = found.iter().map(figures).collect();
+    let memory = found[0]["memory_bytes"].as_f64().unwrap();
+    for (n, a) in all.iter().enumerate() {
+        for b in &all[n + 1..] {
+            let same = a.0 == b.0
+                && (a.1 - b.1).abs() < 5e-4 * a.1
+                && (a.2 - b.2).abs() < 5e-4 * memory
+                && a.3 == b.3;
+            assert!(!same, "{a:?} {b:?}");
+        }
+    }
+    // Of state in 16 bits and in 32 that take the same, the default.
+    assert_eq!(found[0]["recipe"]["optimizer"]["state"], "f32");
+}
+
 /// Tokens, time and money are those of all GPUs.
 #[test]
 fn zero_is_searched_on_several_gpus() {

@@ -224,12 +224,13 @@ impl MasterWeights {
 
 /// Where parameters are updated whose optimizer state is in host memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
 pub enum UpdateOn {
-    /// On the device: state visits it.
+    /// On the device: state visits it. `gpu` to users.
     #[default]
+    #[serde(rename = "gpu")]
     Device,
-    /// On the host's cores: gradients come to it, and weights go back.
+    /// On the host's cores: gradients come to it, and weights go back. `cpu` to users.
+    #[serde(rename = "cpu")]
     Host,
 }
 

@@ -9,6 +9,7 @@
 //! This crate chooses; the caller plans. One plan answers for several devices at
 //! once, for addresses do not depend on how fast a device is.
 
+mod distinct;
 mod rank;
 mod search;
 mod space;

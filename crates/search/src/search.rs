@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use plimsoll_plan::PlanReport;
 use plimsoll_program::Recipe;
 
+use crate::distinct::distinct;
 use crate::space::Space;
 
 /// A gain of throughput below which a larger batch is not worth its memory.
@@ -30,8 +31,11 @@ impl Candidate {
 /// What a search has found.
 #[derive(Clone, Debug, Default)]
 pub struct Found {
-    /// What fits, fastest first; of equals the smaller first.
+    /// What fits, fastest first, of equals the smaller first; without what a simpler recipe
+    /// of the same training does in the same bytes and seconds.
     pub fitting: Vec<Candidate>,
+    /// How many of what fits were left out for a simpler one.
+    pub alike: usize,
     /// The smallest of each device, whether it fits on the device or not; host memory
     /// holds it.
     pub smallest: Vec<Option<Candidate>>,
@@ -104,6 +108,9 @@ where
         let faster = b.report.tokens_per_second.total_cmp(&a.report.tokens_per_second);
         faster.then(a.bytes().cmp(&b.bytes()))
     });
+    let all = out.fitting.len();
+    out.fitting = distinct(out.fitting);
+    out.alike = all - out.fitting.len();
     out
 }
 

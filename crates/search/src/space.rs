@@ -17,8 +17,8 @@ pub struct Fixed {
     /// Clipping forbids the optimizer in backward.
     pub max_grad_norm: bool,
     pub offload: bool,
-    /// Where updates run on state that is offloaded.
-    pub update_on: bool,
+    /// Where updates run on state that is offloaded; none tries both.
+    pub update_on: Option<UpdateOn>,
     /// The stage of ZeRO.
     pub zero: bool,
 }
@@ -84,7 +84,10 @@ impl Space {
                 }
             }
         }
-        if !fixed.update_on {
+        if let Some(update_on) = fixed.update_on {
+            let offloaded = lines.iter_mut().filter(|recipe| recipe.offload.optimizer);
+            offloaded.for_each(|recipe| recipe.update_on = update_on);
+        } else {
             let offloaded = lines.iter().filter(|recipe| recipe.offload.optimizer);
             let on_host = |recipe: &Recipe| Recipe { update_on: UpdateOn::Host, ..recipe.clone() };
             let on_host: Vec<Recipe> = offloaded.map(on_host).collect();
@@ -249,7 +252,7 @@ mod tests {
             optimizer_in_backward: true,
             max_grad_norm: false,
             offload: true,
-            update_on: true,
+            update_on: Some(UpdateOn::Device),
             zero: true,
         };
         let one = Space::of(&base, &lora, 8, fixed);
@@ -290,5 +293,18 @@ mod tests {
         let space = Space::of(&offloaded, &lora, 4, fixed);
         assert!(space.lines.iter().all(|r| r.offload == Offload::OPTIMIZER));
         space.lines.iter().for_each(|r| r.check(&arch).unwrap());
+    }
+
+    #[test]
+    fn where_updates_run_is_about_what_is_offloaded() {
+        let base = Recipe::full(DType::Bf16, 1, 128);
+        for update_on in [UpdateOn::Device, UpdateOn::Host] {
+            let fixed = Fixed { update_on: Some(update_on), ..Fixed::default() };
+            let space = Space::of(&base, &Lora::default(), 4, fixed);
+            let (moved, others): (Vec<&Recipe>, Vec<&Recipe>) =
+                space.lines.iter().partition(|r| r.offload.optimizer);
+            assert!(!moved.is_empty() && moved.iter().all(|r| r.update_on == update_on));
+            assert!(!others.is_empty() && others.iter().all(|r| r.update_on == UpdateOn::Device));
+        }
     }
 }

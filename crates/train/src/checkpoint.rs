@@ -247,7 +247,10 @@ impl Session<'_> {
         let (plan, parts) = (self.plan, self.trained_parts());
         let (arch, precision) = (&plan.arch, plan.recipe.precision);
         let mut writer = match &plan.recipe.lora {
-            Some(lora) => SafetensorsWriter::adapter(folder, lora, &files.base, arch, precision)?,
+            Some(lora) => {
+                let base = (files.base.as_str(), plan.recipe.quant);
+                SafetensorsWriter::adapter(folder, lora, base, arch, precision)?
+            }
             None => {
                 let tensors: Vec<(String, Vec<usize>)> =
                     parts.iter().map(|p| (p.source.clone(), p.shape.clone())).collect();

@@ -17,6 +17,7 @@ use crate::measuring::Growth;
 use crate::model_source::open_model;
 use crate::planning::Planner;
 use crate::units;
+use crate::without_effect::Setting;
 
 /// Tokens of the prompt of each sequence, where the context has room for them.
 const PROMPT: usize = 64;
@@ -41,8 +42,10 @@ pub fn run(args: &BenchArgs, format: Format) -> Outcome {
     let kind = DeviceArg::resolve(options.device);
     let recipe =
         options.recipe.recipe(&model.arch, model.stored_quant(), kind.default_precision())?;
+    Setting::of(&options.recipe, kind.kind(), recipe.sharding.ranks)
+        .refuse_without_effect(&options.recipe)?;
     let (batch, context) = (recipe.batch, recipe.seq);
-    let steps = options.warmup.saturating_add(options.iterations.max(1));
+    let steps = options.warmup + options.iterations;
     // The last token that is timed is at position prompt + steps, and needs one of its own.
     let prompt = PROMPT.min(context.saturating_sub(steps.saturating_add(1)));
     if prompt == 0 {

@@ -11,7 +11,7 @@ use crate::commands::quantize::{refuse_same_folder, stored_precision};
 use crate::exit::{Outcome, Stop};
 use crate::model_source::open_model;
 use crate::recipe_args::{Precision, QuantArg};
-use crate::weights::{open_adapter, resolve};
+use crate::weights::{note_other_quant, open_adapter, resolve};
 
 #[derive(Debug, Args)]
 pub struct MergeArgs {
@@ -46,7 +46,9 @@ pub fn run(args: &MergeArgs) -> Outcome {
     let adapter = open_adapter(&adapter, &model)?;
     refuse_same_folder(checkpoint, &args.out)?;
     let precision = args.precision.map_or_else(|| stored_precision(checkpoint), Precision::dtype);
-    let quant = args.quant.and_then(|q| q.quant(false)).map(|q| q.format());
+    let quant = args.quant.and_then(|q| q.quant(false));
+    note_other_quant(&adapter, quant.or(model.stored_quant()));
+    let quant = quant.map(|q| q.format());
     if let (Some(quant), Some(stored)) = (quant, model.stored_quant())
         && quant != stored.format()
     {

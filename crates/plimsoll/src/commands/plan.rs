@@ -15,6 +15,7 @@ use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::{Planner, Settled, updates_line};
 use crate::recipe_args::{Precision, RecipeArgs};
 use crate::torch_args::{Stack, TorchArgs};
+use crate::without_effect::Setting;
 use crate::{Format, units};
 
 #[derive(Debug, Args)]
@@ -95,6 +96,8 @@ pub fn run(args: &PlanArgs) -> Outcome {
     let mut recipe = args.recipe.recipe(&arch, stored_quant(model), default)?;
     recipe.sharding.ranks *= args.nodes as usize;
     recipe.check(&arch).map_err(Stop::input)?;
+    Setting::of(&args.recipe, planner.device.kind, recipe.sharding.ranks)
+        .refuse_without_effect(&args.recipe)?;
     let link = args.link.map(|g| g * 1e9);
     let transport = args.recipe.collectives.planned(args.nodes as usize, &planner.device.name)?;
     let planner = planner

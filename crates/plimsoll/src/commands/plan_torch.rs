@@ -10,6 +10,7 @@ use plimsoll_torch::{
 };
 use serde_json::Value;
 
+use crate::collectives::CollectivesArg;
 use crate::commands::plan::PlanArgs;
 use crate::exit::{Outcome, Stop};
 use crate::model_source::open_architecture;
@@ -62,10 +63,31 @@ fn refuse_native_options(args: &PlanArgs) -> Result<(), Stop> {
     let recipe = &args.recipe;
     let recompute = !matches!(recipe.recompute.as_str(), "none" | "block");
     let given = [
-        ("--device", args.device.is_some(), "give --gpu or --memory"),
-        ("--profile", args.profile.is_some(), "give --gpu or --memory"),
+        ("--device", args.device.is_some(), "--gpu or --memory say what it is planned for"),
+        ("--profile", args.profile.is_some(), "--gpu or --memory say what it is planned for"),
         ("--document-tokens", args.document_tokens.is_some(), "this plan has no seconds"),
         ("--price", args.price.is_some(), "this plan has no seconds"),
+        ("--search", args.search.search, "only recipes of this program are searched"),
+        ("--nodes", args.nodes > 1, "--gpus counts the ranks of all machines"),
+        ("--link", args.link.is_some(), "this plan has no seconds"),
+        ("--reduce-dtype", recipe.reduce_dtype.is_some(), "its engines sum in the type they have"),
+        (
+            "--update-on",
+            recipe.update_on.is_some(),
+            "its engines update offloaded state on the CPU",
+        ),
+        ("--host-cores", recipe.host_cores.is_some(), "this plan has no seconds"),
+        ("--host-bandwidth", recipe.host_bandwidth.is_some(), "this plan has no seconds"),
+        (
+            "--host-memory",
+            recipe.host_memory.is_some(),
+            "the plan says how much host memory is needed, and keeps to no limit",
+        ),
+        (
+            "--collectives",
+            recipe.collectives != CollectivesArg::Auto,
+            "what it talks through is NCCL",
+        ),
         ("--recompute", recompute, "layers are recomputed whole: --gradient-checkpointing"),
         ("--optimizer-in-backward", recipe.optimizer_in_backward, "the stack has no such step"),
         (
@@ -78,7 +100,7 @@ fn refuse_native_options(args: &PlanArgs) -> Result<(), Stop> {
     ];
     match given.into_iter().find(|g| g.1) {
         Some((option, _, why)) => {
-            Err(Stop::Input(format!("{option} does not go with --stack torch: {why}")))
+            Err(Stop::Input(format!("{option} means nothing with --stack torch: {why}; drop it")))
         }
         None => Ok(()),
     }

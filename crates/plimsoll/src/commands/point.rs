@@ -22,6 +22,7 @@ use crate::planning::{Planner, Settled};
 use crate::ranks::Team;
 use crate::recipe_args::RecipeArgs;
 use crate::units;
+use crate::without_effect::Setting;
 
 #[derive(Clone, Debug, Args)]
 pub struct PointArgs {
@@ -33,10 +34,10 @@ pub struct PointArgs {
     #[command(flatten)]
     pub data: DataArgs,
     /// Timed optimizer steps at each point.
-    #[arg(long, default_value_t = 30)]
+    #[arg(long, default_value_t = 30, value_parser = units::parse_count)]
     pub iterations: usize,
     /// Steps before the clock starts.
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = units::parse_count_or_none)]
     pub warmup: usize,
     /// Memory that a point may take [default: the machine's]
     #[arg(long, value_parser = units::parse_bytes)]
@@ -170,9 +171,11 @@ impl PlannedPoint {
         let recipe =
             args.recipe.recipe(&model.arch, model.stored_quant(), kind.default_precision())?;
         let ranks = recipe.sharding.ranks;
+        Setting::of(&args.recipe, kind.kind(), ranks).refuse_without_effect(&args.recipe)?;
         let transport = args.recipe.collectives.here(kind, ranks, ranks)?;
         let planner = Planner::device(kind, args.memory_limit)?
             .for_ranks(ranks, 1, None, transport)
+            .with_host_memory(args.recipe.host_memory, ranks)
             .with_host(&args.recipe, ranks);
         let Settled { recipe, updates } = planner.settle(&model.arch, recipe, &args.recipe)?;
         let plan = TrainPlan::new(&model.arch, &recipe, &*planner.target).map_err(Stop::input)?;
@@ -412,9 +415,9 @@ fn steps(
 ) -> Result<(f32, Vec<f64>), Stop> {
     let accumulate = session.plan.recipe.accumulate as u64;
     let (rank, ranks) = (session.rank() as u64, session.ranks() as u64);
-    let mut times = Vec::with_capacity(args.iterations.max(1));
+    let mut times = Vec::with_capacity(args.iterations.min(1 << 16));
     let mut loss = f32::NAN;
-    for step in 0..(args.warmup + args.iterations.max(1)) as u64 {
+    for step in 0..(args.warmup + args.iterations) as u64 {
         let first = step * accumulate * ranks;
         let batches: Vec<_> =
             (0..accumulate).map(|n| rows.batch(first + n * ranks + rank)).collect();

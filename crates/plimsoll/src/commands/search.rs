@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use clap::Args;
 use plimsoll_arch::Architecture;
-use plimsoll_plan::{PlanReport, gpu, gpu_names};
+use plimsoll_plan::{DeviceKind, PlanReport, gpu, gpu_names};
 use plimsoll_program::{Lora, MasterWeights, Method, Optimizer, Recipe, UpdateOn};
 use plimsoll_search::{Candidate, Fixed, Found, Lever, Space, first_lever, search};
 use serde_json::Value;
@@ -15,6 +15,7 @@ use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::{Planner, host_words};
 use crate::recipe_args::{MethodArg, Precision, UpdateOnArg};
+use crate::without_effect::Setting;
 use crate::{Format, units};
 
 #[derive(Debug, Args)]
@@ -32,7 +33,7 @@ pub struct SearchArgs {
     #[arg(long, value_name = "N", requires = "search", value_parser = clap::value_parser!(u64).range(1..))]
     pub tokens: Option<u64>,
     /// Recipes to print.
-    #[arg(long, value_name = "N", default_value_t = 20, requires = "search")]
+    #[arg(long, value_name = "N", default_value_t = 20, requires = "search", value_parser = units::parse_count)]
     pub limit: usize,
 }
 
@@ -74,7 +75,9 @@ pub fn run(args: &PlanArgs) -> Outcome {
         Some(lora) => lora.clone(),
         None => args.recipe.lora.lora()?,
     };
-    let mut space = Space::of(&base, &lora, arch.num_hidden_layers, fixed(args));
+    let fixed = fixed(args);
+    refuse_without_effect(args, fixed, base.sharding.ranks)?;
+    let mut space = Space::of(&base, &lora, arch.num_hidden_layers, fixed);
     // A rank's share of its machine's.
     space.host_memory = args.recipe.host_memory.map(|bytes| bytes / args.recipe.gpus.max(1) as u64);
     let plan = |recipe: &Recipe| reports(&places, &arch, recipe);
@@ -102,15 +105,31 @@ pub fn run(args: &PlanArgs) -> Outcome {
         }
     }
     note!(
-        "searched {} recipes in {took:.1} s ({} laid out, the others follow from them); {} fit",
+        "searched {} recipes in {took:.1} s ({} laid out, the others follow from them); {} fit, \
+         without {} that take what a simpler one takes",
         space.size() * places.len(),
         found.planned,
-        found.fitting.len()
+        found.fitting.len(),
+        found.alike
     );
     if let Some(line) = about_the_base(&places, &arch, &base, &lora, space.host_memory) {
         note!("{line}");
     }
     Ok(())
+}
+
+/// As for one plan; what is not given is tried: on one GPU all of offload, for adapters that of
+/// activations.
+fn refuse_without_effect(args: &PlanArgs, fixed: Fixed, ranks: usize) -> Outcome {
+    let as_given = Setting::of(&args.recipe, DeviceKind::Cuda, ranks);
+    let tries = !fixed.offload && ranks == 1;
+    let full = !fixed.method || args.recipe.method == MethodArg::Full;
+    let setting = Setting {
+        moves_state: as_given.moves_state || (tries && full),
+        moves_anything: as_given.moves_anything || tries,
+        ..as_given
+    };
+    setting.refuse_without_effect(&args.recipe)
 }
 
 /// What the user gave is not searched.
@@ -124,7 +143,11 @@ fn fixed(args: &PlanArgs) -> Fixed {
         optimizer_in_backward: has(&["--optimizer-in-backward"]),
         max_grad_norm: has(&["--max-grad-norm"]),
         offload: has(&["--offload"]),
-        update_on: args.recipe.update_on.is_some_and(|on| on != UpdateOnArg::Auto),
+        update_on: match args.recipe.update_on {
+            Some(UpdateOnArg::Gpu) => Some(UpdateOn::Device),
+            Some(UpdateOnArg::Cpu) => Some(UpdateOn::Host),
+            Some(UpdateOnArg::Auto) | None => None,
+        },
         zero: has(&["--zero"]),
     }
 }

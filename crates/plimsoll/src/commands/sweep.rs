@@ -16,6 +16,7 @@ use crate::exit::{Outcome, Stop};
 use crate::model_source::{open_architecture, stored_quant};
 use crate::planning::Planner;
 use crate::recipe_args::{MasterWeightsArg, MethodArg};
+use crate::without_effect::Setting;
 use crate::{Format, interrupt};
 
 #[derive(Debug, Args)]
@@ -52,6 +53,11 @@ pub fn run(args: &SweepArgs) -> Outcome {
             "--vary {}: a sweep can vary batch, seq or accumulate",
             axis.name()
         )));
+    }
+    if trainer.is_none() {
+        let recipe = &args.point.recipe;
+        let kind = DeviceArg::resolve(args.point.device).kind();
+        Setting::of(recipe, kind, recipe.gpus).refuse_without_effect(recipe)?;
     }
     let settings = trainer.as_ref().map_or_else(|| settings(args), Trainer::settings);
     let mut sweep = Sweep::open(&args.out, &settings, axes).map_err(Stop::input)?;
@@ -154,7 +160,8 @@ fn timeline(args: &SweepArgs, points: &[Point]) -> Option<Timeline> {
     let stored = stored_quant(&args.point.model);
     let kind = DeviceArg::resolve(args.point.device);
     let planner = Planner::device(kind, args.point.memory_limit).ok()?;
-    let planner = planner.with_host(&recipe, recipe.gpus);
+    let planner =
+        planner.with_host_memory(recipe.host_memory, recipe.gpus).with_host(&recipe, recipe.gpus);
     let settled = recipe.recipe(&arch, stored, kind.default_precision()).ok()?;
     let recipe = planner.settle(&arch, settled, &recipe).ok()?.recipe;
     let planned = planner.plan(&arch, &recipe).ok()?;

@@ -25,7 +25,8 @@ use crate::model_source::{ModelSource, open_model};
 use crate::planning::{Planner, Settled};
 use crate::ranks::Team;
 use crate::recipe_args::{MethodArg, RecipeArgs};
-use crate::weights::{open_adapter, resolve};
+use crate::weights::{note_other_quant, open_adapter, resolve};
+use crate::without_effect::Setting;
 use crate::{Format, interrupt, output, units};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -129,12 +130,15 @@ pub fn run(args: &TrainArgs) -> Outcome {
     if recipe.quant.is_some() {
         model.note_what_is_quantized_too();
     }
+    adapter.iter().for_each(|adapter| note_other_quant(adapter, recipe.quant));
     recipe.sharding.ranks = team.ranks();
     recipe.check(&model.arch).map_err(Stop::input)?;
+    Setting::of(&args.recipe, kind.kind(), team.ranks()).refuse_without_effect(&args.recipe)?;
     let transport = args.recipe.collectives.here(kind, team.ranks(), team.local())?;
     let ranks_here = team.ranks().div_ceil(team.nodes());
     let planner = Planner::device(kind, args.memory_limit)?
         .for_ranks(team.ranks(), team.nodes(), None, transport)
+        .with_host_memory(args.recipe.host_memory, ranks_here)
         .with_host(&args.recipe, ranks_here);
     let Settled { recipe, updates } = planner.settle(&model.arch, recipe, &args.recipe)?;
     if args.recipe.recompute_is_auto() {

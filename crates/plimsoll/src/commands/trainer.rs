@@ -69,6 +69,7 @@ impl TrainerArgs {
                 )));
             }
         }
+        refuse_own_options(&command)?;
         let mut fixed = Map::new();
         let recipe = &point.recipe;
         fixed.insert("iterations".to_owned(), point.iterations.into());
@@ -90,6 +91,47 @@ impl TrainerArgs {
             fixed,
         }))
     }
+}
+
+/// What a sweep of COMMAND takes note of; the placeholders only where COMMAND has them.
+const OPTIONS: [&str; 10] = [
+    "--vary",
+    "--out",
+    "--timeout",
+    "--format",
+    "--memory-limit",
+    "--pattern",
+    "--ranks",
+    "--oom-grace",
+    // For tokens a second.
+    "--seq",
+    "--accumulate",
+];
+const PLACEHOLDERS: [&str; 2] = ["--batch", "--iterations"];
+
+/// # Errors
+/// An option is about recipes of this program, or for a placeholder that is not there.
+fn refuse_own_options(command: &[String]) -> Result<(), Stop> {
+    for word in crate::written() {
+        let name = word.split('=').next().unwrap_or_default();
+        if !name.starts_with("--") || OPTIONS.contains(&name) {
+            continue;
+        }
+        let placeholder = format!("{{{}}}", name.trim_start_matches('-'));
+        if !PLACEHOLDERS.contains(&name) {
+            return Err(Stop::Input(format!(
+                "{name} is about recipes of this program, and COMMAND has its own options: drop \
+                 it, or give it to COMMAND after --"
+            )));
+        }
+        if !command.iter().any(|word| word.contains(&placeholder)) {
+            return Err(Stop::Input(format!(
+                "{name}: the command has no {placeholder}, so it would mean nothing: put \
+                 {placeholder} into the command, or drop {name}"
+            )));
+        }
+    }
+    Ok(())
 }
 
 impl Trainer {
