@@ -189,16 +189,17 @@ def run(args):
     b = Bench(args)
     alone = {}
     # The rows that say most come first: what is left when time is up, is said.
-    for batch in reversed(BATCHES):
+    for batch in reversed(BATCHES) if args.only in "speed" else ():
         row = b.alone(batch)
         if row:
             alone[batch] = row["tokens_per_second"]
-    for offload in OFFLOADS:
-        for batch in reversed(BATCHES):
-            for zero in STAGES:
-                b.point(f"{batch}, {zero}, {offload}", batch, zero, offload)
-    for offload in OFFLOADS:
-        for recompute in ("none", "mlp", "block"):
+        for zero in STAGES:
+            b.point(f"{batch}, {zero}, none", batch, zero)
+    for batch in reversed(BATCHES) if args.only in "speed" else ():
+        for zero in STAGES:
+            b.point(f"{batch}, {zero}, optimizer", batch, zero, "optimizer")
+    for recompute in ("block", "mlp", "none") if args.only in "largest" else ():
+        for offload in OFFLOADS:
             batch = b.largest(3, offload, recompute) if b.remaining() > 0 else None
             if batch == 0:
                 b.left.append(f"no batch fits {args.limit} with offload {offload}, recompute {recompute}")
