@@ -4,6 +4,7 @@ Speed of ZeRO 1 and 3 at a few batch sizes with and without the optimizer's stat
 each alone; planned and measured bytes of every rank; the largest batch in a limit of memory, and the time that a
 training set takes with it. PyTorch's FSDP2 runs in the same call where its script is given.
 """
+import concurrent.futures
 import json
 import os
 import subprocess
@@ -41,8 +42,7 @@ class Bench:
         if self.remaining() <= 0:
             self.left.append(f"{name}: time was up")
             return []
-        command = [*command, "--device", self.args.device, "--full-rows", "--warmup", str(min(2, iterations - 1)),
-                   "--iterations", str(iterations)]
+        command = [*command, "--device", self.args.device, "--full-rows", "--warmup", "1", "--iterations", str(iterations)]
         began = time.monotonic()
         started = [subprocess.Popen(command, env={**os.environ, **more}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                     text=True) for more in environments]
@@ -173,6 +173,7 @@ def fsdp_table(b):
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         out, _ = process.communicate()
+        b.left.append("rows of FSDP2 after those above: stopped, as time was up")
     lines = ["| FSDP2: batch, checkpointing, offload, reshard | tokens/s/GPU | GB allocated | GB reserved |", "|---|---|---|---|"]
     for row in (json.loads(line) for line in out.splitlines() if line.startswith("{")):
         what = f"{row.get('bs')}, {row.get('ckpt')}, {row.get('offload')}, {row.get('reshard')}"
@@ -188,6 +189,10 @@ def run(args):
     os.makedirs(args.out, exist_ok=True)
     b = Bench(args)
     alone = {}
+    # Planned by a core or two, while points run.
+    pool = concurrent.futures.ThreadPoolExecutor(2)
+    ways = [(offload, recompute) for recompute in ("block", "mlp", "none") for offload in OFFLOADS]
+    largest = {way: pool.submit(b.largest, 3, *way) for way in ways if args.only in "largest"}
     # The rows that say most come first: what is left when time is up, is said.
     for batch in reversed(BATCHES) if args.only in "speed" else ():
         row = b.alone(batch)
@@ -198,15 +203,14 @@ def run(args):
     for batch in reversed(BATCHES) if args.only in "speed" else ():
         for zero in STAGES:
             b.point(f"{batch}, {zero}, optimizer", batch, zero, "optimizer")
-    for recompute in ("block", "mlp", "none") if args.only in "largest" else ():
-        for offload in OFFLOADS:
-            batch = b.largest(3, offload, recompute) if b.remaining() > 0 else None
-            if batch == 0:
-                b.left.append(f"no batch fits {args.limit} with offload {offload}, recompute {recompute}")
-                continue
-            # Steps of many rows are long, and alike.
-            name = f"largest: {offload}, {recompute}"
-            b.point(name, batch, 3, offload, recompute, iterations=2, limit=args.limit, largest=True)
+    for (offload, recompute), found in largest.items():
+        batch = found.result()
+        if batch == 0:
+            b.left.append(f"no batch fits {args.limit} with offload {offload}, recompute {recompute}")
+            continue
+        # Steps of many rows are long, and alike.
+        name = f"largest: {offload}, {recompute}"
+        b.point(name, batch, 3, offload, recompute, iterations=1, limit=args.limit, largest=True)
     text = "\n".join([*speed_table(b, alone), "", *largest_table(b), "", *fsdp_table(b),
                       *(f"\nnot run: {what}" for what in b.left)])
     with open(os.path.join(args.out, f"gpu-bench-{args.gpus}.md"), "w") as f:
