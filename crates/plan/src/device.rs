@@ -5,7 +5,7 @@ use std::ops::Range;
 use plimsoll_comm::Communicator;
 use plimsoll_program::{Home, Program};
 
-use crate::{Layout, Quantizer};
+use crate::{FillPiece, Layout, Quantizer};
 
 /// Bytes of the slab of each home.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -67,7 +67,7 @@ pub trait Device {
         home: Home,
         offset: u64,
         len: usize,
-        fill: &mut dyn FnMut(usize, &mut [u8]) -> Result<(), DeviceError>,
+        fill: &mut FillPiece,
     ) -> Result<(), DeviceError> {
         for at in (0..len).step_by(UPLOAD_PIECE) {
             let piece = UPLOAD_PIECE.min(len - at);

@@ -37,7 +37,8 @@ pub struct QuantizeNested {
     pub offset: u64,
 }
 
-/// What writes a piece of a tensor: given its first element, and memory for it.
+/// What writes a piece of a tensor: given where it begins (its first element; of what goes
+/// up as bytes, the bytes before it), and memory for it.
 pub type FillPiece<'a> = dyn FnMut(usize, &mut [u8]) -> Result<(), DeviceError> + 'a;
 
 /// A device that quantizes by itself, with the bits of `plimsoll_quant`.
