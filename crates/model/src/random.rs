@@ -141,6 +141,14 @@ mod tests {
         assert_ne!(all, other);
     }
 
+    /// A seed is a promise: these are the values of this machine, and of every other.
+    #[test]
+    fn a_seed_has_its_values() {
+        let mut x = [0.0; 4];
+        normals(42, 7, 1001, &mut x);
+        assert_eq!(x.map(f32::to_bits), [0x389d_ad0f, 0x3f49_0e99, 0xbc84_506c, 0xbea4_d7c6]);
+    }
+
     /// Moments of a million values, and the shares of tails, within five deviations of
     /// what a normal distribution has; neighbours do not go together.
     #[test]
