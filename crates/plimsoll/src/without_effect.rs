@@ -61,6 +61,13 @@ impl Setting {
                 "--host-bandwidth" if !self.moves_anything => "optimizer or activations",
                 _ => "",
             };
+            if given && needed == "optimizer" && args.method != MethodArg::Full {
+                return refuse(
+                    option,
+                    "means nothing with adapters, whose optimizer state is small and stays on the \
+                     device: drop it",
+                );
+            }
             if given && !needed.is_empty() {
                 return refuse(
                     option,

@@ -23,6 +23,10 @@ fn options_about_the_host_need_something_there() {
         }
         plimsoll(&format!("{gpu} {option} --offload optimizer")).ok();
     }
+    for search in ["", "--search"] {
+        let line = format!("{gpu} {search} --method lora --update-on gpu");
+        refused(&line, "--update-on", &["adapters", "drop it"]);
+    }
     refused(&format!("{gpu} --host-bandwidth=50"), "--host-bandwidth", &["activations", "drop"]);
     plimsoll(&format!("{gpu} --host-bandwidth 50 --offload activations")).ok();
     // The CPU is no host of itself; where updates run is the program's, also there.
