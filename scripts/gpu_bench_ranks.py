@@ -28,9 +28,10 @@ class Bench:
         self.until = time.monotonic() + args.seconds
 
     def command(self, verb, batch, gpus, zero, offload, recompute):
+        between = ["--collectives", self.args.collectives] if gpus > 1 else []
         return [self.args.binary, verb, "--model", self.args.model, "--batch", str(batch), "--seq",
                 str(self.args.sequence), "--optimizer-dtype", "bf16", "--gpus", str(gpus), "--zero", str(zero), "--offload",
-                offload, "--recompute", recompute, "--collectives", self.args.collectives]
+                offload, "--recompute", recompute, *between]
 
     def remaining(self):
         """Seconds left for what is not the peer."""
@@ -49,7 +50,7 @@ class Bench:
         rows, failed = [], None
         for process in started:
             try:
-                out, err = process.communicate(timeout=max(1, self.remaining() + 30 - (time.monotonic() - began)))
+                out, err = process.communicate(timeout=max(1, self.remaining() + 30))
                 if process.returncode == 0:
                     rows.append(json.loads(out))
                 else:
