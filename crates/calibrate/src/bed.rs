@@ -280,9 +280,9 @@ impl<'a> Bed<'a> {
         Ok(start.elapsed().as_secs_f64() / runs as f64)
     }
 
-    /// Median of single runs, each behind `prepare`, which makes operands fresh: a machine that does other
-    /// things too disturbs some of them, and numbers that shrink run after run
-    /// would become denormal, which a CPU is slow at.
+    /// Median of single runs, each behind `prepare`, which makes operands fresh: a machine
+    /// that does other things too disturbs some of them, and numbers that shrink run after
+    /// run would become denormal, which a CPU is slow at.
     fn median(
         &mut self,
         program: &Program,

@@ -17,8 +17,7 @@ pub(crate) const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 
 /// The four bits of the base that an adapter was trained beside, in the metadata of its
-/// tensors: PEFT reads none of that, while an unknown key of the configuration makes it warn,
-/// and versions before 0.14 fail.
+/// tensors: PEFT reads none of that, while its configuration is for PEFT's own keys.
 const BASE_QUANT: &str = "base_quant";
 
 /// A LoRA adapter on disk that fits a model.

@@ -197,20 +197,22 @@ impl Checkpoint {
         let start = first / unit * unit;
         let stop = end.next_multiple_of(unit).min(all);
         if (start, stop) == (first, end) {
-            return self.read_units(tensor, first, out);
+            return self.read_units(tensor, first, out, true);
         }
         let mut around = vec![T::of(0.0); stop - start];
-        self.read_units(tensor, start, &mut around)?;
+        self.read_units(tensor, start, &mut around, true)?;
         out.copy_from_slice(&around[first - start..][..out.len()]);
         Ok(())
     }
 
-    /// Reads whole [`unit`]s, or to the end of the tensor, on all cores.
+    /// Reads whole [`unit`]s, or to the end of the tensor, on all cores. NaN and infinity in
+    /// what is not in four bits are an error only if `checked`.
     fn read_units<T: Weight + Element + Send>(
         &self,
         tensor: &Stored,
         first: usize,
         out: &mut [T],
+        checked: bool,
     ) -> Result<(), ModelError> {
         let piece = whole_units(tensor, PIECE);
         on_all_cores(
@@ -220,7 +222,7 @@ impl Checkpoint {
                 let first = first + i * piece;
                 match &tensor.packed {
                     Some(packed) => self.dequantize(tensor, packed, first, out),
-                    None => self.decode(tensor, first, out),
+                    None => self.decode_checked(tensor, first, out, checked),
                 }
             },
         )
@@ -440,19 +442,17 @@ impl Pieces<'_> {
     /// # Errors
     /// A type that cannot be read.
     pub fn read(&self, first: usize, out: &mut [u8]) -> Result<(), ModelError> {
+        let (checkpoint, tensor) = (self.checkpoint, self.tensor);
         match self.dtype {
-            DType::Bf16 => self.read_as(first, bytemuck::cast_slice_mut::<u8, bf16>(out)),
-            _ => self.read_as(first, bytemuck::cast_slice_mut::<u8, f32>(out)),
+            DType::Bf16 => {
+                let out = bytemuck::cast_slice_mut::<u8, bf16>(out);
+                checkpoint.read_units(tensor, first, out, false)
+            }
+            _ => {
+                let out = bytemuck::cast_slice_mut::<u8, f32>(out);
+                checkpoint.read_units(tensor, first, out, false)
+            }
         }
-    }
-
-    fn read_as<T: Weight + Send>(&self, first: usize, out: &mut [T]) -> Result<(), ModelError> {
-        let piece = whole_units(self.tensor, PIECE);
-        on_all_cores(
-            out.chunks_mut(piece),
-            || (),
-            |(), i, out| self.checkpoint.decode_checked(self.tensor, first + i * piece, out, false),
-        )
     }
 
     /// The error of the tensor's first number that is not finite, which there is.
